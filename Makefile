@@ -1,0 +1,38 @@
+# Everything that a person or CI calls. What each target does is in scripts/.
+.DEFAULT_GOAL := help
+.PHONY: help setup serve fast test format lint lock clean
+
+BIN := .venv/bin
+# Three processes of the engine import thousands of modules each: compile them once, not at every start.
+unexport PYTHONDONTWRITEBYTECODE
+
+help: ## show this list
+	@echo 'make TARGET, where TARGET is one of'
+	@sed -n 's/^\([a-z]*\):.*## /  \1	/p' Makefile | expand -t 10
+
+setup: ## install gateway and engine into .venv [PYTHON=path] [DEVICE=auto|cuda|cpu]
+	@bash scripts/setup.sh gateway engine
+
+serve: ## set up if needed, then serve on 127.0.0.1:8000 [MODEL=id or folder] [PORT=number] [DEVICE=...]
+	@bash scripts/setup.sh gateway engine && \
+	  exec $(BIN)/python -m launcher $${MODEL:+"$$MODEL"} $${PORT:+--port "$$PORT"} $${DEVICE:+--device "$$DEVICE"}
+
+fast: ## format, lint, types and the tests that need no engine
+	@bash scripts/setup.sh gateway dev && exec bash scripts/check.sh fast
+
+test: ## install everything needed, then run every check and every test
+	@bash scripts/setup.sh gateway engine dev node && exec bash scripts/check.sh all
+
+format: ## format the code and sort its imports
+	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .
+
+lint: ## format check, lint and types, without tests
+	@bash scripts/setup.sh gateway dev && exec bash scripts/check.sh lint
+
+lock: ## resolve pyproject.toml into requirements/ anew [UPGRADE=1 for the newest of everything]
+	@bash scripts/setup.sh gateway && exec $(BIN)/python scripts/lock.py $${UPGRADE:+--upgrade}
+
+clean: ## remove .venv, Node packages, caches and reports (models stay in ~/.cache/tidegate)
+	@rm -rf .venv .setup.lock tests/node/node_modules reports build dist
+	@rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""`python -m app`: the gateway alone, in front of the engine at `TIDEGATE_ENGINE_URL`."""
+
+import argparse
+import asyncio
+import sys
+
+import uvloop
+
+from app.log import configure
+from app.server import GatewayServer, PortTaken
+from app.settings import Settings, SettingsError, load_settings
+
+BAD_SETTINGS = 2
+
+
+def main() -> int:
+    """Serve until a signal; the exit codes are those of the README."""
+    parser = argparse.ArgumentParser(
+        prog="python -m app",
+        description="Tidegate's gateway alone, in front of any OpenAI-compatible engine. It is configured by the "
+        "environment: TIDEGATE_ENGINE_URL, TIDEGATE_PORT and the others that .env.example lists.",
+    )
+    parser.add_argument("--workers", type=int, default=1, help=argparse.SUPPRESS)
+    if parser.parse_args().workers != 1:
+        return _complain(
+            "several workers would each admit up to the limit: one process holds one gate; leave out --workers"
+        )
+    try:
+        settings = load_settings()
+        configure(settings.log_format)
+        return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_serve(settings))
+    except (SettingsError, PortTaken) as error:
+        return _complain(str(error))
+
+
+async def _serve(settings: Settings) -> int:
+    server = GatewayServer(settings)
+    server.bind()
+    return await server.run()
+
+
+def _complain(text: str) -> int:
+    print(f"tidegate: {text}", file=sys.stderr)
+    return BAD_SETTINGS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The way of a gated request: house, body, lane, gate, engine, and back. A straight line, undone in one `finally`."""
+
+import asyncio
+import math
+
+from app.call import Call
+from app.deadline import stainless_read_timeout_s
+from app.errors import DEADLINE, INFEASIBLE, QUEUE_FULL, QUEUE_TIMEOUT, Refused
+from app.forward import Forwarder, content_length
+from app.gate import Gate, GateFull, Ticket
+from app.house import House
+from app.lanes import Lanes
+from app.pace import Pace
+from app.settings import Settings
+from app.status import EngineStatus
+
+
+class Admission:
+    """Takes gated requests from their headers to their end."""
+
+    def __init__(
+        self, settings: Settings, status: EngineStatus, house: House, lanes: Lanes, forwarder: Forwarder
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._status = status
+        self._house = house
+        self._lanes = lanes
+        self._forwarder = forwarder
+        self._priorities = {lane.name: lane.priority for lane in settings.lanes}
+        self.gate = Gate(settings.lanes, settings.max_in_flight, settings.max_queue, self._loop)
+        self.pace = Pace(self._priorities, self._loop.time)
+
+    async def serve(self, call: Call) -> None:
+        """Serve one request to its end.
+
+        Raises:
+            Refused: it is not served, or its end is an error, which the caller tells the client.
+            ClientLeft: nobody waits for an answer.
+        """
+        self._house.check_open()
+        self._status.check_ready()
+        guest = self._house.enter(content_length(call), lambda: self.pace.retry_after_s(None, self.gate.lanes))
+        try:
+            with call.interruptible():
+                body_limit = call.deadline.arrived + self._settings.body_s
+                body = await self._forwarder.read_body(call, guest, body_limit)
+                ticket = self._queue(call, body[0])
+                watcher = asyncio.create_task(call.watch())
+                try:
+                    await self._wait(call, ticket)
+                    await self._forwarder.send(call, body, guest, self._priorities[ticket.lane])
+                finally:
+                    watcher.cancel()
+                    self.gate.release(ticket)
+            if call.outcome == "completed":
+                self._note_service(call)
+        except Refused as refused:
+            if refused.kind is DEADLINE:  # it would have taken at least that long
+                self._note_service(call)
+            raise
+        finally:
+            guest.leave()
+
+    def _note_service(self, call: Call) -> None:
+        if call.admitted_at is not None:
+            self.pace.served(call.demand.lane, self._loop.time() - call.admitted_at)
+
+    def _queue(self, call: Call, body: bytes) -> Ticket:
+        assert call.route is not None
+        call.demand = demand = self._lanes.classify(call.route, body)
+        if self._settings.use_stainless_timeout and not demand.stream:
+            call.deadline.tighten(call.deadline.arrived + stainless_read_timeout_s(call.headers))
+        if not demand.stream:
+            call.deadline.first_event_at = math.inf
+        self._check_feasible(call)
+        try:
+            return self.gate.enter(demand.lane, demand.weight, call.key)
+        except GateFull as full:
+            message = f"The {full.bound} is full. Retry later."
+            raise Refused(
+                QUEUE_FULL, message, retry_after_s=self.pace.retry_after_s(demand.lane, self.gate.lanes)
+            ) from None
+
+    def _check_feasible(self, call: Call) -> None:
+        """Refuse at once what would only grow old in the queue.
+
+        The spare time of a request is what its deadline leaves beside the lane's mean service time. It may be expected
+        to wait for a share of that: the estimate is a mean, and who is let in should make it on a bad day too.
+        """
+        lane = call.demand.lane
+        wait_s = self.pace.wait_s(lane, self.gate.lanes[lane])
+        service_s = self.pace.service_s(lane)
+        if not wait_s or service_s is None:
+            return
+        now = self._loop.time()
+        spare_s = min(call.deadline.left(now) - service_s, call.deadline.first_event_at - now)
+        if wait_s > self._settings.wait_share * max(0.0, spare_s):
+            raise Refused(
+                INFEASIBLE,
+                f"The queue takes about {wait_s:.1f} s and an answer {service_s:.1f} s, which leaves too little of the "
+                f"deadline in {call.deadline.left(now):.1f} s. Retry later.",
+                retry_after_s=self.pace.retry_after_s(lane, self.gate.lanes, whole_queue=True),
+            )
+
+    async def _wait(self, call: Call, ticket: Ticket) -> None:
+        call.phase = "queue"
+        call.queued_at = ticket.arrived
+        first_limit = min(call.deadline.at, call.deadline.first_event_at)
+        if not ticket.admitted:
+            last_turn = ticket.arrived + self._settings.max_wait_s
+            if last_turn < first_limit:
+                call.arm(last_turn, lambda: self._waited_too_long(ticket.lane))
+            else:
+                call.arm(first_limit)
+            await ticket.wait()
+            self._status.check_ready()
+        call.admitted_at = self._loop.time()
+        call.phase = "first byte"
+        call.arm(first_limit)
+
+    def _waited_too_long(self, lane: str) -> Refused:
+        message = f"The request waited {self._settings.max_wait_s:g} s for its turn. Retry later."
+        retry_after_s = self.pace.retry_after_s(lane, self.gate.lanes, whole_queue=True)
+        return Refused(QUEUE_TIMEOUT, message, retry_after_s=retry_after_s)

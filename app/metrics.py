@@ -1,0 +1,146 @@
+"""Our own metrics, and the engine's passed on untouched. Counted per request, never per event."""
+
+import platform
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from app.call import NO_LANE, Call
+from app.errors import DEADLINE, REFUSAL_KINDS, Refused
+from app.gate import Gate
+from app.house import House
+from app.settings import Settings
+from app.status import EngineStatus
+
+SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+OUTCOMES: Final = ("completed", "refused", "deadline", "client_left", "engine_error", "invalid")
+PHASES: Final = ("body", "queue", "first byte", "answer")
+ABORT_CAUSES: Final = ("deadline", "client_left", "draining")
+CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+def _version() -> str:
+    try:
+        return version("tidegate")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class Metrics:
+    """What is counted; series exist from the start wherever their labels are known."""
+
+    def __init__(self, settings: Settings, status: EngineStatus, gate: Gate, house: House) -> None:
+        # A second series for each, of no use here.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry(auto_describe=True)
+        lanes = [lane.name for lane in settings.lanes]
+        self.total_requests = 0  # gated arrivals, refused ones too
+        self._requests = self._counter("requests", "Gated requests that have ended.", "lane", "route", "outcome")
+        self._refusals = self._counter("refusals", "Refusals by what they were for.", "reason", "lane")
+        self._deadlines = self._counter("deadline_exceeded", "Deadlines that passed, by phase.", "lane", "phase")
+        self._aborts = self._counter("engine_aborts", "Requests whose work at the engine was cut.", "cause")
+        self._queue_wait = self._histogram("queue_wait_seconds", "Time in the gate's queue.", "lane")
+        self._first_byte = self._histogram("time_to_first_byte_seconds", "From arrival to the head sent.", "lane")
+        self._duration = self._histogram("request_seconds", "From arrival to the end.", "lane", "outcome")
+        for lane in lanes:
+            for kind in REFUSAL_KINDS:
+                self._refusals.labels(kind.reason, lane)
+            for phase in PHASES:
+                self._deadlines.labels(lane, phase)
+            for outcome in OUTCOMES:
+                self._duration.labels(lane, outcome)
+            self._queue_wait.labels(lane)
+            self._first_byte.labels(lane)
+        for kind in REFUSAL_KINDS:
+            self._refusals.labels(kind.reason, NO_LANE)
+        for cause in ABORT_CAUSES:
+            self._aborts.labels(cause)
+        self.registry.register(_Live(status, gate, house))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"tidegate_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"tidegate_{name}", text, labels, registry=self.registry, buckets=SECONDS)
+
+    def refused(self, call: Call, refused: Refused) -> None:
+        """Count a refusal or a deadline by what it was for."""
+        lane = call.demand.lane
+        if refused.kind is DEADLINE:
+            self._deadlines.labels(lane, call.phase).inc()
+        else:
+            self._refusals.labels(refused.kind.reason, lane).inc()
+
+    def aborted(self, cause: str) -> None:
+        """Count work that was cut at the engine; vLLM's own metrics leave such requests out."""
+        self._aborts.labels(cause).inc()
+
+    def ended(self, call: Call, now: float) -> None:
+        """Count a gated request that is over."""
+        assert call.route is not None
+        lane, arrived = call.demand.lane, call.deadline.arrived
+        self._requests.labels(lane, call.route.name, call.outcome).inc()
+        self._duration.labels(lane, call.outcome).observe(now - arrived)
+        if call.admitted_at is not None and call.queued_at is not None:
+            self._queue_wait.labels(lane).observe(call.admitted_at - call.queued_at)
+        if call.head_at is not None and call.relay is not None:
+            self._first_byte.labels(lane).observe(call.head_at - arrived)
+
+    def render(self, engine_text: bytes | None) -> bytes:
+        """Our series and the engine's `vllm:` series in Prometheus's text format."""
+        return generate_latest(self.registry) + b"".join(_vllm_lines(engine_text or b""))
+
+
+class _Live:
+    """What is read at the moment of the scrape."""
+
+    def __init__(self, status: EngineStatus, gate: Gate, house: House) -> None:
+        self._status = status
+        self._gate = gate
+        self._house = house
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        lanes = self._gate.lanes.values()
+        status = self._status
+        yield _gauge("in_flight", "Slots in use.", ((lane.in_flight, lane.name) for lane in lanes), "lane")
+        yield _gauge("in_flight_limit", "Slots there are.", [(self._gate.limit,)])
+        yield _gauge("queue_depth", "Requests that wait.", ((lane.queued, lane.name) for lane in lanes), "lane")
+        yield _gauge("queued_weight", "Slots that they ask for.", ((ln.queued_weight, ln.name) for ln in lanes), "lane")
+        yield _gauge("house_requests", "Requests uploading, queued or running.", [(self._house.guests,)])
+        yield _gauge("held_bytes", "Bytes of request bodies held.", [(self._house.held_bytes,)])
+        yield _gauge("draining", "1 while the server drains.", [(self._house.draining,)])
+        yield _gauge("engine_up", "1 while the engine takes requests.", [(status.ready,)])
+        yield _gauge("engine_start_seconds", "Duration of the last start.", [(status.last_start_s or 0.0,)])
+        restarts = CounterMetricFamily("tidegate_engine_restarts", "Engine restarts by cause.", labels=["cause"])
+        for cause, count in status.restarts.items() or [("exit", 0)]:
+            restarts.add_metric([cause], count)
+        yield restarts
+        stalls = CounterMetricFamily("tidegate_engine_stalls", "Times the engine was found stalled.")
+        stalls.add_metric([], status.stalls)
+        yield stalls
+        build = GaugeMetricFamily("tidegate_build_info", "What is running.", labels=["version", "python"])
+        build.add_metric([_version(), platform.python_version()], 1)
+        yield build
+
+
+class _Row(Protocol):
+    def __getitem__(self, index: int, /) -> object: ...
+
+
+def _gauge(name: str, text: str, rows: Iterable[tuple[float, str] | tuple[float]], label: str = "") -> Metric:
+    gauge = GaugeMetricFamily(f"tidegate_{name}", text, labels=[label] if label else [])
+    for value, *labels in rows:
+        gauge.add_metric([str(part) for part in labels], float(value))
+    return gauge
+
+
+def _vllm_lines(text: bytes) -> Iterator[bytes]:
+    for line in text.splitlines(keepends=True):
+        words = line.split(b" ", 3)
+        name = words[2] if line.startswith((b"# HELP ", b"# TYPE ")) and len(words) > 2 else line
+        if name.startswith(b"vllm:"):
+            yield line if line.endswith(b"\n") else line + b"\n"

@@ -1,0 +1,222 @@
+"""Watches the engine from outside: scrapes its counters, judges a stall, and infers its state when nobody tells it."""
+
+import asyncio
+import logging
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from app.lanes import Demand, Lanes
+from app.relay import Activity
+from app.status import EngineState, EngineStatus
+
+PERIOD_S: Final = 1.0
+SCRAPE_S: Final = 2.0  # time limit of one scrape
+PROBE_S: Final = 5.0  # time limit of one probe of /health
+WINDOW_S: Final = 60.0
+LEARN_TOKENS: Final = 1000  # estimated prompt tokens that make one reading of the scale
+
+_SAMPLE: Final = re.compile(
+    rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:prompt_tokens_total"
+    rb"|vllm:generation_tokens_total|vllm:iteration_tokens_total_count|vllm:prefix_cache_queries_total"
+    rb"|process_start_time_seconds)(?:\{.*\})? (\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)$",
+    re.MULTILINE,
+)
+
+log = logging.getLogger("tidegate.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One scrape's counters, summed over the engine's label sets."""
+
+    running: float
+    waiting: float
+    kv_cache_usage: float  # share of 1, of the fullest engine
+    prompt_tokens: float
+    generation_tokens: float
+    iterations: float
+    prefix_queries: float
+    started: float  # Unix time
+
+    @property
+    def progress(self) -> tuple[float, float, float]:
+        """What moves whenever the engine works."""
+        return self.iterations, self.kv_cache_usage, self.prefix_queries
+
+
+class Monitor:
+    """One loop a second beside the requests; `alone` when no launcher tells the engine's state."""
+
+    def __init__(
+        self, engine: httpx.AsyncBaseTransport, status: EngineStatus, lanes: Lanes, stall_s: float, *, alone: bool
+    ) -> None:
+        self.activity = Activity()
+        self.reading: Reading | None = None
+        self._client = httpx.AsyncClient(transport=engine, base_url="http://engine", trust_env=False)
+        self._status = status
+        self._lanes = lanes
+        self._stall_s = stall_s
+        self._alone = alone
+        self._loop = asyncio.get_running_loop()
+        self._scraping: asyncio.Task[bytes | None] | None = None
+        self._changed_at = 0.0
+        self._stalled_at = 0.0
+        self._history: deque[tuple[float, Reading]] = deque()
+        self._at_engine = 0
+        self._busy_since = 0.0
+        self._text_tokens = 0.0
+        self._exact_tokens = 0
+        self._learned_at = 0.0  # the engine's prompt tokens at the last reading of the scale
+        self._seen_down = False
+
+    # told by the requests
+
+    def request_sent(self) -> None:
+        """A request goes to the engine."""
+        if not self._at_engine:
+            self._busy_since = self._loop.time()
+        self._at_engine += 1
+
+    def request_over(self) -> None:
+        """A request has left the engine."""
+        self._at_engine -= 1
+
+    def prompt_counted(self, demand: Demand) -> None:
+        """The engine has begun to answer, so its counter holds this prompt."""
+        self._text_tokens += demand.text_tokens
+        self._exact_tokens += demand.exact_tokens
+
+    def refused_connection(self) -> None:
+        """A request could not connect."""
+        if self._alone and self._status.ready:
+            self._went_away("does not take connections")
+
+    # asked by the routes
+
+    async def metrics_text(self) -> bytes | None:
+        """The engine's metrics, fetched now; callers at the same time share one scrape. None: no answer in time."""
+        if self._scraping is None or self._scraping.done():
+            self._scraping = asyncio.create_task(self._scrape())
+        return await asyncio.shield(self._scraping)
+
+    def average_batch_size(self) -> float | None:
+        """Mean sequences per producing step over the last minute; None without data."""
+        if not self._history:
+            return None
+        first, last = self._history[0][1], self._history[-1][1]
+        steps = last.iterations - first.iterations
+        return (last.generation_tokens - first.generation_tokens) / steps if steps > 0 else None
+
+    # the loop
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            if self._alone:
+                await self._probe()
+            if self._status.state in (EngineState.READY, EngineState.STALLED):
+                await self.metrics_text()
+                self._judge()
+            await asyncio.sleep(PERIOD_S)
+
+    async def aclose(self) -> None:
+        """Let go of the scrape under way."""
+        if self._scraping is not None:
+            self._scraping.cancel()
+
+    async def _scrape(self) -> bytes | None:
+        try:
+            async with asyncio.timeout(SCRAPE_S):
+                response = await self._client.get("/metrics")
+        except (httpx.HTTPError, TimeoutError):
+            return None
+        if response.status_code != 200:
+            return None
+        self._take(response.content)
+        return response.content
+
+    def _take(self, text: bytes) -> None:
+        sums: dict[bytes, float] = {}
+        for name, value in _SAMPLE.findall(text):
+            number = float(value)
+            sums[name] = max(sums.get(name, 0.0), number) if b"usage" in name else sums.get(name, 0.0) + number
+        if b"vllm:iteration_tokens_total_count" not in sums:
+            return
+        reading = Reading(
+            running=sums.get(b"vllm:num_requests_running", 0),
+            waiting=sums.get(b"vllm:num_requests_waiting", 0),
+            kv_cache_usage=sums.get(b"vllm:kv_cache_usage_perc", 0),
+            prompt_tokens=sums.get(b"vllm:prompt_tokens_total", 0),
+            generation_tokens=sums.get(b"vllm:generation_tokens_total", 0),
+            iterations=sums[b"vllm:iteration_tokens_total_count"],
+            prefix_queries=sums.get(b"vllm:prefix_cache_queries_total", 0),
+            started=sums.get(b"process_start_time_seconds", 0),
+        )
+        now = self._loop.time()
+        before, self.reading = self.reading, reading
+        if before is None or before.progress != reading.progress:
+            self._changed_at = now
+        if before is not None and before.started != reading.started:
+            self._history.clear()
+            self._learned_at = self._text_tokens = self._exact_tokens = 0
+            if self._alone:
+                self._status.restarts["unknown"] += 1
+        self._history.append((now, reading))
+        while self._history[0][0] < now - WINDOW_S:
+            self._history.popleft()
+        self._learn(reading)
+
+    def _learn(self, reading: Reading) -> None:
+        if self._text_tokens >= LEARN_TOKENS or not self._learned_at:
+            counted = reading.prompt_tokens - self._learned_at - self._exact_tokens
+            if self._learned_at and counted > 0:
+                self._lanes.learn_scale(self._text_tokens, counted)
+            self._learned_at = reading.prompt_tokens
+            self._text_tokens = self._exact_tokens = 0
+
+    def _judge(self) -> None:
+        """Stalled: requests at the engine all the while, and neither bytes nor moving counters for `STALL_S`."""
+        if self.reading is None:  # no vLLM counters were ever seen: silence means nothing
+            return
+        moved_at = max(self.activity.last_bytes_at, self._changed_at)
+        if self._status.ready:
+            silent_s = self._loop.time() - max(self._busy_since, moved_at)
+            if self._at_engine and silent_s >= self._stall_s:
+                log.error("engine stalled: %d requests at it, silent for %.0f s", self._at_engine, silent_s)
+                self._stalled_at = self._loop.time()
+                self._status.stall_begins()
+        elif self._status.state is EngineState.STALLED:
+            idle = not self._at_engine and not self.reading.running and self._history[-1][0] > self._stalled_at
+            if idle or moved_at > self._stalled_at:
+                log.warning("engine moves again")
+                self._status.start_succeeded(seen_whole=False)
+
+    async def _probe(self) -> None:
+        """Infer the state from `/health`. A slow answer says nothing: a busy engine may take its time."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                response = await self._client.get("/health")
+        except TimeoutError:
+            return
+        except httpx.HTTPError as error:
+            if not self._status.ready:
+                self._seen_down = True
+            elif isinstance(error, httpx.ConnectError):
+                self._went_away("does not take connections")
+            return
+        if response.status_code >= 500:
+            self._seen_down = True
+            if self._status.ready:
+                self._went_away(f"says it is not healthy ({response.status_code})")
+        elif self._status.state in (EngineState.STARTING, EngineState.RESTARTING):
+            log.info("engine ready")
+            self._status.start_succeeded(seen_whole=self._seen_down)
+
+    def _went_away(self, why: str) -> None:
+        log.warning("engine %s", why)
+        self._seen_down = True
+        self._status.start_begins()

@@ -1,0 +1,76 @@
+"""How fast each lane drains, from the completions of the last minute; what Retry-After and feasibility rest on."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
+
+WINDOW_S: Final = 60.0
+ENOUGH: Final = 5  # completions; with fewer nothing is known
+KEPT: Final = 256  # completions remembered for each lane
+MAX_RETRY_AFTER_S: Final = 30
+
+
+class LaneLoad(Protocol):
+    """What the gate tells of a lane: slots in use, and slots that its queue asks for."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def queued_weight(self) -> int: ...
+
+
+class _Done:
+    """Completions of one lane: when, and after how long; with their running sum."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, float]] = deque()
+        self._sum_s = 0.0
+
+    def add(self, now: float, service_s: float) -> None:
+        self._kept.append((now, service_s))
+        self._sum_s += service_s
+        if len(self._kept) > KEPT:
+            self._drop()
+
+    def mean_s(self, now: float) -> float | None:
+        while self._kept and self._kept[0][0] < now - WINDOW_S:
+            self._drop()
+        return self._sum_s / len(self._kept) if len(self._kept) >= ENOUGH else None
+
+    def _drop(self) -> None:
+        self._sum_s -= self._kept.popleft()[1]
+
+
+class Pace:
+    """Measured service times. A lane with m slots in use and a mean service time of s seconds frees m / s a second."""
+
+    def __init__(self, lanes: Iterable[str], clock: Callable[[], float]) -> None:
+        self._done = {lane: _Done() for lane in lanes}
+        self._clock = clock
+
+    def served(self, lane: str, service_s: float) -> None:
+        """Take in a request that the engine had for `service_s`: answered in full, or until its deadline."""
+        self._done[lane].add(self._clock(), service_s)
+
+    def service_s(self, lane: str) -> float | None:
+        """Mean service time over the window; None while too few are known."""
+        return self._done[lane].mean_s(self._clock())
+
+    def wait_s(self, lane: str, load: LaneLoad) -> float | None:
+        """Expected wait behind the lane's present queue; None while too little is known."""
+        service = self.service_s(lane)
+        return None if service is None else load.queued_weight * service / max(1, load.in_flight)
+
+    def retry_after_s(self, lane: str | None, loads: Mapping[str, LaneLoad], *, whole_queue: bool = False) -> int:
+        """Whole seconds until the queue has room for one more, or (`whole_queue`) until it is worked off.
+
+        `lane` None means that the request's lane is not known: the lane that frees a slot first counts.
+        """
+        waits = []
+        for name in loads if lane is None else (lane,):
+            service = self.service_s(name)
+            if service is not None:
+                slots = max(1, loads[name].in_flight)
+                waits.append((loads[name].queued_weight if whole_queue else 1) * service / slots)
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(waits, default=1))))

@@ -1,0 +1,171 @@
+"""uvicorn with our signals: drain first, close the listeners last, say by the exit code whether requests were cut.
+
+uvicorn by itself closes its listeners at the first signal and ends by re-raising it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any, Final
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from app.call import ABORT, CLOSE
+from app.gateway import Gateway
+from app.main import create_app, create_ops_app
+from app.settings import Settings
+from app.status import EngineStatus
+
+DRAINED: Final = 0
+CUT: Final = 3
+KEEP_ALIVE_S: Final = 75  # longer than load balancers keep theirs, so that they close first
+LINGER_S: Final = 5.0  # for a client to take what has been written before its connection is closed hard
+BACKLOG: Final = 2048
+
+log = logging.getLogger("tidegate.server")
+
+
+class PortTaken(Exception):
+    """A listener cannot be opened; the text says which and what to do."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """Puts the ways to end a connection into the scope: an ASGI application has none by itself."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        scope: Any = self.scope
+        scope[CLOSE] = self._close
+        scope[ABORT] = self._close
+
+    def _close(self) -> None:
+        self.transport.close()  # what has been written still goes out
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class GatewayServer:
+    """The gateway on its one or two ports, from the opening of the listeners to the exit code."""
+
+    def __init__(self, settings: Settings, status: EngineStatus | None = None) -> None:
+        self._settings = settings
+        self._app = create_app(settings, status)
+        self._sockets: list[tuple[FastAPI, socket.socket]] = []
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self.port = settings.port
+
+    def bind(self) -> None:
+        """Open the listeners. Clients that connect now are answered once `run` runs.
+
+        Raises:
+            PortTaken: a port cannot be had.
+        """
+        settings = self._settings
+        _raise_descriptor_limit()
+        main = _listen(settings.host, settings.port, "--port or TIDEGATE_PORT")
+        self.port = main.getsockname()[1]
+        self._sockets.append((self._app, main))
+        if settings.ops_port is not None:
+            ops = _listen(settings.host, settings.ops_port, "TIDEGATE_OPS_PORT")
+            self._sockets.append((create_ops_app(self._app), ops))
+
+    async def run(self) -> int:
+        """Serve until told to stop and drained; `DRAINED`, or `CUT` if requests were still there at the end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        servers = [_server(app) for app, _ in self._sockets]
+        serving = [
+            asyncio.create_task(server.serve([sock])) for server, (_, sock) in zip(servers, self._sockets, strict=True)
+        ]
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        cut = await self._drain() if servers[0].started else 0
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+        return CUT if cut else DRAINED
+
+    def stop(self, *, now: bool = False) -> None:
+        """Begin the drain; `now` cuts it short. To be called in the event loop."""
+        self._stop.set()
+        if now:
+            self._hurry.set()
+
+    def _on_signal(self, number: int) -> None:
+        again = self._stop.is_set()
+        log.info("%s: %s", signal.Signals(number).name, "ending now" if again else "draining")
+        self.stop(now=again)
+
+    async def _drain(self) -> int:
+        """Let everything in the house finish within the limit, then end the rest; how many those were."""
+        gateway: Gateway = self._app.state.gateway
+        gateway.drain()
+        over = [asyncio.create_task(event.wait()) for event in (gateway.empty, self._hurry)]
+        await asyncio.wait(over, timeout=self._settings.drain_limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in over:
+            task.cancel()
+        cut = gateway.cut()
+        if cut:
+            log.warning("drain over: %d requests cut", cut)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await gateway.empty.wait()
+        return cut
+
+
+def _server(app: FastAPI) -> _Server:
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        loop="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        workers=1,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+    return _Server(config)
+
+
+def _listen(host: str, port: int, setting: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PortTaken(
+            f"cannot listen on {host} port {port}: {reason}; stop what uses it or choose another with {setting}"
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def _raise_descriptor_limit() -> None:
+    """Each client and each of its requests to the engine takes one; many systems start with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    log.debug("descriptors: %s of %s", soft, hard)

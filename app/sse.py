@@ -1,0 +1,125 @@
+"""What the relay must know of server-sent events: where one ends, what the first one says, whether a stream is whole.
+
+Events are looked at only while a stream's head is held, and at its end; in between bytes pass through.
+"""
+
+import json
+import re
+from typing import Any, Final
+
+from app.routes import Family
+
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+KEPT_BYTES: Final = 512  # of the end of a stream: more than the longest end mark with an error before it
+
+_BOUNDARY: Final = re.compile(rb"\r?\n\r?\n|\r\r")
+_PREAMBLE: Final = ("response.created", "response.in_progress")
+_RESPONSES_END: Final = re.compile(rb"[\r\n]event: ?response\.(?:completed|incomplete|failed)[\r\n]")
+_MESSAGES_END: Final = re.compile(rb"[\r\n]event: ?message_stop[\r\n]")
+_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*$")
+_ERROR: Final = re.compile(rb'[\r\n]data: ?\{\s*(?:"type":\s*"error"|"error":\s*\{)')
+_OUTPUT_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+
+
+class EngineErrorEvent(Exception):
+    """The first event of a stream is an error: it becomes a status, with the event's JSON as the body."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.body = body
+
+
+class FirstEvent:
+    """Looks at the beginning of a stream until its first event is complete."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._open = b""  # the beginning of an event whose end has not come
+
+    def feed(self, data: bytes) -> bool:
+        """Take more in; true once the first event is complete. Comments and the preamble of a response are none.
+
+        Raises:
+            EngineErrorEvent: the first event is an error.
+        """
+        if (
+            b"\n" not in data and b"\r" not in data
+        ):  # no event can end here: a large one is not searched again and again
+            self._open += data
+            return False
+        *events, self._open = _BOUNDARY.split(self._open + data)
+        for event in events:
+            lines = [line for line in event.splitlines() if line and not line.startswith(b":")]
+            payload = b"\n".join(line[5:].lstrip() for line in lines if line.startswith(b"data:"))
+            if lines and not self._is_preamble(lines, payload):
+                _raise_error_event(payload)
+                return True
+        return False
+
+    def _is_preamble(self, lines: list[bytes], payload: bytes) -> bool:
+        if self._family is not Family.RESPONSES:
+            return False
+        names = [line[6:].strip().decode("utf-8", "replace") for line in lines if line.startswith(b"event:")]
+        return (names[0] if names else _parse(payload).get("type")) in _PREAMBLE
+
+
+class Tail:
+    """The end of what has been relayed so far."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._kept = b"\n\n"  # as if an event had just ended
+        self._ended = False
+        self.events = 0
+        self.failed = False  # whether the engine itself has put an error into the stream
+
+    def feed(self, data: bytes) -> None:
+        """Take in what is relayed. The cost is per read, not per event."""
+        window = self._kept[-5:] + data
+        self.events += window.count(b"\ndata:") + window.count(b"\rdata:")
+        joined = self._kept + data
+        if b'"error"' in joined:
+            self.failed = self.failed or _ERROR.search(joined) is not None
+        if self._family is Family.RESPONSES:
+            self._ended = self._ended or _RESPONSES_END.search(joined) is not None
+        self._kept = joined[-KEPT_BYTES:]
+
+    @property
+    def between_events(self) -> bool:
+        """Whether something may be put in here."""
+        return self._kept.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the end mark of the route's kind of stream has been relayed."""
+        if not self.between_events:
+            return False
+        if self._family is Family.RESPONSES:
+            return self._ended
+        return (_MESSAGES_END if self._family is Family.MESSAGES else _DONE).search(self._kept) is not None
+
+    @property
+    def reported_output(self) -> int | None:
+        """Output tokens by the usage at the end of a plain answer, where it says so."""
+        found = _OUTPUT_TOKENS.findall(self._kept)
+        return int(found[-1]) if found else None
+
+
+def _raise_error_event(data: bytes) -> None:
+    if b'"error"' not in data:
+        return
+    parsed = _parse(data)
+    error = parsed.get("error")
+    if isinstance(error, dict) or parsed.get("type") == "error":
+        code = (error if isinstance(error, dict) else parsed).get("code")
+        status = code if type(code) is int and 400 <= code <= 599 else 502
+        raise EngineErrorEvent(status, data)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

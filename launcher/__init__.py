@@ -1,0 +1,1 @@
+"""One process that serves the gateway and looks after a vLLM engine: starts it, restarts it, ends it."""

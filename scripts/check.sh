@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Runs the checks and tests with what scripts/setup.sh installed. All of them run, even after one has failed.
+#
+# Usage: scripts/check.sh lint|fast|all
+#   lint   format, lint, types
+#   fast   these and the tests that need no engine and little time
+#   all    these and every test
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PATH=$PWD/.venv/bin:$PATH
+
+failed=()
+check() { # check NAME COMMAND...
+  local name=$1 output began=$SECONDS
+  shift
+  if output=$("$@" 2>&1); then
+    printf '%-7s ok, %d s\n' "$name" $((SECONDS - began))
+  else
+    printf '%s\n%-7s FAILED: %s\n' "$output" "$name" "$*"
+    failed+=("$name")
+  fi
+}
+
+case ${1:-} in
+  lint) tests=() ;;
+  fast) tests=(tests/unit tests/gateway -m "not engine and not slow" -n 4 --dist worksteal) ;; # most of them wait a lot
+  all) tests=(tests) ;;
+  *)
+    echo "usage: scripts/check.sh lint|fast|all" >&2
+    exit 2
+    ;;
+esac
+
+check format ruff format --check .
+check lint ruff check .
+check types mypy
+
+# pytest comes last, so that its closing line is the last one where all is well.
+if [ ${#tests[@]} -gt 0 ]; then
+  [ ${#failed[@]} -gt 0 ] || exec python -m pytest "${tests[@]}"
+  python -m pytest "${tests[@]}" || failed+=(tests)
+fi
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "FAILED: ${failed[*]}" >&2
+  exit 1
+fi

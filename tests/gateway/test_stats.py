@@ -1,0 +1,188 @@
+"""What `/stats` and `/metrics` say, at rest, at work and without an engine."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Start
+from tests.harness import ONE_LANE, Gateway, Metrics, chat, occupied, queued, until
+from tests.wire import CHAT
+
+OWN = {
+    "tidegate_requests_total",
+    "tidegate_refusals_total",
+    "tidegate_in_flight",
+    "tidegate_in_flight_limit",
+    "tidegate_queue_depth",
+    "tidegate_queue_wait_seconds",
+    "tidegate_time_to_first_byte_seconds",
+    "tidegate_request_seconds",
+    "tidegate_deadline_exceeded_total",
+    "tidegate_engine_aborts_total",
+    "tidegate_engine_up",
+    "tidegate_engine_restarts_total",
+    "tidegate_engine_start_seconds",
+    "tidegate_engine_stalls_total",
+    "tidegate_draining",
+}
+
+
+def declared(metrics: Metrics) -> set[str]:
+    """Names in `# TYPE` lines."""
+    return {line.split()[2] for line in metrics.text.splitlines() if line.startswith("# TYPE")}
+
+
+async def test_stats_hold_what_is_promised(gateway: Start) -> None:
+    gate = gateway(max_in_flight=2, max_queue=5, lanes=ONE_LANE)
+    before = gate.stats()
+    async with occupied(gate, 2), gate.client() as client:
+        waiting = asyncio.create_task(client.post(CHAT, json=chat()))
+        await queued(gate, 1)
+        stats = gate.stats()
+        assert (stats["in_flight"], stats["queue_depth"], stats["limit"]) == (2, 1, 2)
+        assert stats["total_requests"] - before["total_requests"] == 3
+        assert stats["uptime_s"] >= before["uptime_s"] > 0
+        assert set(stats["lanes"]) == {"all"}
+        assert stats["engine"].keys() >= {"state", "running", "waiting", "kv_cache_usage", "restarts"}
+        assert stats["engine"]["state"] == "ready"
+        await until(lambda: gate.stats()["engine"]["running"] == 2, "the engine's own count")
+        gate.engine.cut(which="busy")
+        await waiting
+
+
+async def test_refused_requests_count_as_arrivals(gateway: Start) -> None:
+    gate = gateway(max_in_flight=1, max_queue=0)
+    async with occupied(gate), gate.client() as client:
+        before = gate.stats()["total_requests"]
+        await client.post(CHAT, json=chat())
+        await client.get("/v1/models")
+        await client.post("/nowhere", json={})
+        assert gate.stats()["total_requests"] - before == 1, "gated arrivals only"
+
+
+async def test_batch_size_is_the_engines_mean(gateway: Start) -> None:
+    gate = gateway(fresh=True)
+    assert gate.stats()["avg_batch_size"] is None
+    async with gate.client() as client:
+        script = {"events": 100, "gap_ms": 20}
+        await asyncio.gather(*(client.post(CHAT, json=chat(stream=True, fake=script)) for _ in range(8)))
+    await until(lambda: 4 < (gate.stats()["avg_batch_size"] or 0) <= 8, "mean batch size")
+
+
+async def test_every_promised_series_is_there_before_any_traffic(gateway: Start) -> None:
+    metrics = gateway(fresh=True).metrics()
+    assert declared(metrics) >= OWN
+    for name in ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_refusals_total"):
+        assert metrics.of(name), f"{name} has no sample: an autoscaler would see nothing"
+    assert metrics.total("tidegate_engine_up") == 1
+
+
+async def test_engines_series_pass_unchanged_and_alone(gateway: Start) -> None:
+    gate = gateway()
+    async with gate.client() as client:
+        await client.post(CHAT, json=chat())
+    text = gate.metrics().text
+    for line in text.splitlines():
+        name = line.split()[2] if line.startswith("#") else line
+        assert name.startswith(("vllm:", "tidegate_")), line
+    assert 'vllm:iteration_tokens_total_bucket{engine="0",model_name="fake-model",le="1.0"}' in text
+    assert "# TYPE vllm:iteration_tokens_total histogram" in text
+    for line in text.splitlines():
+        assert text.count(f"{line}\n") == 1, f"twice: {line}"
+
+
+async def test_metrics_answer_without_an_engine(gateway: Start) -> None:
+    gate = gateway(fresh=True)
+    gate.engine.kill()
+    await until(lambda: gate.metrics().total("tidegate_engine_up") == 0)
+    answer = gate.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert not any(name.startswith("vllm:") for name in gate.metrics().names)
+    stats = gate.stats()["engine"]
+    assert stats["state"] in ("starting", "restarting")
+    assert stats["running"] is stats["kv_cache_usage"] is None
+
+
+async def test_restart_of_the_engine_is_counted(gateway: Start) -> None:
+    gate = gateway(fresh=True)
+    gate.engine.kill()
+    await until(lambda: gate.get("/readyz").status_code == 503)
+    gate.engine.start()
+    await until(lambda: gate.get("/readyz").status_code == 200)
+    await until(lambda: gate.stats()["engine"]["restarts"] == 1)
+    assert gate.metrics().total("tidegate_engine_restarts_total") == 1
+
+
+OUTCOMES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("completed", {}, {}),
+    ("invalid", {"status": 400, "body": {"error": {}}}, {}),
+    ("engine_error", {"status": 500, "body": {"error": {}}}, {}),
+    ("deadline", {"first_ms": 60_000}, {"x-request-timeout-ms": "200"}),
+    ("engine_error", {"fault": "close"}, {}),
+    ("invalid", {}, {"x-request-timeout-ms": "soon"}),
+]
+
+
+@pytest.mark.parametrize(("outcome", "fake", "headers"), OUTCOMES, ids=lambda value: str(value))
+async def test_each_request_counts_under_its_outcome(
+    gateway: Start, outcome: str, fake: dict[str, Any], headers: dict[str, str]
+) -> None:
+    gate = gateway()
+    before = gate.metrics()
+    async with gate.client() as client:
+        await client.post(CHAT, json=chat(fake=fake), headers=headers)
+    await until(lambda: changes(gate, before) == {outcome: 1})
+
+
+async def test_clients_that_left_and_aborts_are_counted(gateway: Start) -> None:
+    gate = gateway()
+    before = gate.metrics()
+    aborts = before.total("tidegate_engine_aborts_total")
+    async with occupied(gate, 3) as wires:
+        for wire in wires:
+            wire.reset()
+    await until(lambda: changes(gate, before) == {"client_left": 3})
+    assert gate.metrics().total("tidegate_engine_aborts_total") - aborts == 3
+
+
+async def test_refusals_are_counted_by_reason(gateway: Start) -> None:
+    gate = gateway(max_in_flight=1, max_queue=0)
+    before = gate.metrics()
+    async with occupied(gate), gate.client() as client:
+        await client.post(CHAT, json=chat())
+        now = gate.metrics()
+    name = "tidegate_refusals_total"
+    assert now.total(name, reason="queue_full") - before.total(name, reason="queue_full") == 1
+    assert changes(gate, before)["refused"] == 1
+
+
+async def test_gauges_show_slots_and_waiters_by_lane(gateway: Start) -> None:
+    gate = gateway(max_in_flight=1, max_queue=5)
+    async with occupied(gate), gate.client() as client:
+        waiting = asyncio.create_task(client.post(CHAT, json=chat(max_tokens=5000, fake={"events": 1})))
+        await queued(gate, 1)
+        metrics = gate.metrics()
+        assert metrics.total("tidegate_in_flight", lane="short") == 1
+        assert metrics.total("tidegate_queue_depth", lane="long") == 1
+        assert metrics.total("tidegate_in_flight_limit") == 1
+        gate.engine.cut(which="busy")
+        await waiting
+
+
+def changes(gate: Gateway, before: Metrics) -> dict[str, float]:
+    """By how much each outcome's count has grown."""
+    now = gate.metrics()
+    name = "tidegate_requests_total"
+    outcomes = ("completed", "refused", "deadline", "client_left", "engine_error", "invalid")
+    grown = {outcome: now.total(name, outcome=outcome) - before.total(name, outcome=outcome) for outcome in outcomes}
+    return {outcome: count for outcome, count in grown.items() if count}
+
+
+async def test_page_shows_without_reaching_out(gateway: Start) -> None:
+    page = gateway().get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert b"/stats" in page.body
+    assert b"https://" not in page.body.replace(b"https://github.com", b""), "nothing is loaded from elsewhere"

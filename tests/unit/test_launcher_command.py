@@ -1,0 +1,209 @@
+"""vLLM's command line and environment for each kind of device and wish."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.command import BACKSTOP, GIB, BadArguments, Model, Plan, make_plan, workers
+from launcher.device import Device
+
+SOCKET = Path("/run/user/1/tidegate-x/engine.sock")
+CPU = Device("cpu", "CPU, 2 cores", memory=10 * GIB, bf16=True)
+OLD_CPU = Device("cpu", "CPU, 2 cores", memory=10 * GIB, bf16=False)
+GPU = Device("cuda", "NVIDIA H200")
+EIGHT_GPUS = Device("cuda", "NVIDIA H200", count=8)
+EMBEDDED = Model("/cache/SmolLM2-b179c952", "SmolLM2-135M-Instruct", embedded=True)
+LOCAL = Model("/models/llama-70b", "llama-70b")
+REMOTE = Model("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+
+
+Flags = dict[str, str | None]  # None: not there
+
+
+def plan(device: Device, model: Model, *extra: str, env: dict[str, str] | None = None, **options: Any) -> Plan:
+    return make_plan(device, model, SOCKET, extra, env or {}, **options)
+
+
+def flags(made: Plan) -> dict[str, str]:
+    """What vLLM is given, by name; each name may stand there once."""
+    given: dict[str, str] = {}
+    arguments = made.argv[made.argv.index("-m") + 2 :]
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if argument.startswith("-"):
+            name, _, value = argument.partition("=")
+            assert name not in given, f"{name} stands there twice"
+            given[name] = value or ("" if following.startswith("-") else following)
+    return given
+
+
+ALWAYS: Flags = {
+    "--uds": str(SOCKET),
+    "--scheduling-policy": "priority",
+    "--disable-uvicorn-access-log": "",
+    "--enable-request-id-headers": "",
+}
+ON_CPU = ALWAYS | {
+    "--max-num-seqs": "16",
+    "--max-num-queued-reqs": str(16 + BACKSTOP),
+    "--dtype": "bfloat16",
+    "--max-model-len": "auto",
+    "--enforce-eager": "",
+    "--kv-cache-memory-bytes": str(2 * GIB),
+}
+ON_GPU = ALWAYS | {"--max-num-seqs": "256", "--max-num-queued-reqs": str(256 + BACKSTOP)}
+ON = {"cpu": ON_CPU, "cuda": ON_GPU}
+NAMES: dict[Model, Flags] = {
+    EMBEDDED: {
+        "--model": EMBEDDED.path,
+        "--served-model-name": "SmolLM2-135M-Instruct",
+        "--enable-auto-tool-choice": "",
+        "--tool-call-parser": "hermes",
+    },
+    LOCAL: {"--model": LOCAL.path, "--served-model-name": "llama-70b"},
+    REMOTE: {"--model": REMOTE.path},
+}
+NOT_EAGER: Flags = {"--enforce-eager": None}
+
+
+def seqs(number: int, limit: int) -> Flags:
+    return {"--max-num-seqs": str(number), "--max-num-queued-reqs": str(limit + BACKSTOP)}
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "extra", "changed"),
+    [
+        (CPU, EMBEDDED, "", {"--dtype": "float32"}),
+        (OLD_CPU, EMBEDDED, "", {"--dtype": "float32"}),
+        (OLD_CPU, LOCAL, "", {"--dtype": "float32"}),
+        (GPU, EMBEDDED, "", {}),
+        (CPU, LOCAL, "", {}),
+        (GPU, REMOTE, "", {}),
+        (OLD_CPU, REMOTE, "--dtype bfloat16", {}),
+        (CPU, REMOTE, "--max_model_len=2k", {"--max-model-len": None, "--max_model_len": "2k"}),
+        (CPU, REMOTE, "-O 1", NOT_EAGER | {"-O": "1"}),
+        (CPU, REMOTE, "-O3", NOT_EAGER | {"-O3": ""}),
+        (CPU, REMOTE, "--compilation-config.mode 3", NOT_EAGER | {"--compilation-config.mode": "3"}),
+        (CPU, REMOTE, "--no-enforce-eager", NOT_EAGER | {"--no-enforce-eager": ""}),
+        (
+            CPU,
+            REMOTE,
+            "--gpu-memory-utilization .5",
+            {"--kv-cache-memory-bytes": None, "--gpu-memory-utilization": ".5"},
+        ),
+        (GPU, EMBEDDED, "--tool-call-parser=llama3_json", {"--tool-call-parser": "llama3_json"}),
+        (GPU, LOCAL, "--served-model-name a", {"--served-model-name": "a"}),
+        (GPU, REMOTE, "--scheduling-policy fcfs", {"--scheduling-policy": "fcfs"}),
+        (GPU, REMOTE, "--max-num-seqs 8", seqs(8, 8)),
+        (EIGHT_GPUS, LOCAL, "-tp 8", {"-tp": "8"}),
+        (EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2 -tp=4", {"--pipeline-parallel-size": "2", "-tp": "4"}),
+        (EIGHT_GPUS, REMOTE, "-dp 4", seqs(256, 1024) | {"-dp": "4"}),
+        (EIGHT_GPUS, REMOTE, "-dp 4 --max-num-seqs=32", seqs(32, 128) | {"-dp": "4"}),
+    ],
+)
+def test_command_line(device: Device, model: Model, extra: str, changed: Flags) -> None:
+    wanted = ON[device.kind] | NAMES[model] | changed
+    assert flags(plan(device, model, *extra.split())) == {
+        name: value for name, value in wanted.items() if value is not None
+    }
+
+
+def test_own_arguments_come_last_and_as_they_are() -> None:
+    extra = ["--override-generation-config", '{"temperature": 0}', "--limit-mm-per-prompt.image", "2"]
+    assert plan(GPU, REMOTE, *extra).argv[-4:] == extra
+
+
+@pytest.mark.parametrize(("free", "gib"), [(0, 1), (3 * GIB, 1), (12 * GIB, 3), (500 * GIB, 16)])
+def test_kv_cache_is_a_part_of_the_free_memory(free: int, gib: int) -> None:
+    made = plan(Device("cpu", "CPU", memory=free), EMBEDDED)
+    assert flags(made)["--kv-cache-memory-bytes"] == str(gib * GIB)
+
+
+def test_vllms_own_variable_for_the_kv_cache_is_heeded() -> None:
+    assert "--kv-cache-memory-bytes" not in flags(plan(CPU, EMBEDDED, env={"VLLM_CPU_KVCACHE_SPACE": "4"}))
+
+
+@pytest.mark.parametrize(
+    ("device", "extra", "asked", "limit", "sequences", "warned"),
+    [
+        (CPU, [], None, 16, 16, False),
+        (GPU, [], None, 256, 256, False),
+        (CPU, [], 40, 40, 40, False),
+        (CPU, ["--max-num-seqs", "8"], None, 8, 8, False),
+        (CPU, ["--max-num-seqs", "8"], 8, 8, 8, False),
+        (CPU, ["--max-num-seqs", "8"], 40, 8, 8, True),
+        (EIGHT_GPUS, ["-dp", "8"], 100, 100, 13, False),
+        (EIGHT_GPUS, ["-dp", "8", "--max-num-seqs", "10"], 80, 80, 10, False),
+    ],
+)
+def test_limit_and_sequences_follow_each_other(
+    device: Device, extra: list[str], asked: int | None, limit: int, sequences: int, warned: bool
+) -> None:
+    made = plan(device, REMOTE, *extra, max_in_flight=asked)
+    assert (made.limit, flags(made)["--max-num-seqs"]) == (limit, str(sequences))
+    assert bool(made.warnings) == warned
+    for warning in made.warnings:
+        assert "--max-num-seqs 8" in warning
+        assert "TIDEGATE_MAX_IN_FLIGHT=40" in warning
+
+
+@pytest.mark.parametrize("extra", [["--scheduling-policy=fcfs"], ["--config", "vllm.yaml"]])
+def test_arguments_that_take_something_away_are_warned_of(extra: list[str]) -> None:
+    assert extra[0].partition("=")[0] in plan(GPU, REMOTE, *extra).warnings[0]
+
+
+@pytest.mark.parametrize(
+    "extra", ["--uds=/x", "--port 1", "--host ::", "--model x", "--api-key secret", "--api_key=secret", "--headless"]
+)
+def test_arguments_that_would_cut_the_gateway_off_are_refused(extra: str) -> None:
+    with pytest.raises(BadArguments) as caught:
+        plan(GPU, REMOTE, *extra.split())
+    assert "--" + extra[2:].replace("_", "-").partition("=")[0].split()[0] in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("extra", ["--max-num-seqs", "--max-num-seqs=0", "--max-num-seqs many", "-dp x"])
+def test_numbers_that_are_none_are_refused(extra: str) -> None:
+    with pytest.raises(BadArguments, match="must be a whole number"):
+        plan(GPU, REMOTE, *extra.split())
+
+
+def test_workers_multiply() -> None:
+    assert workers(["-tp", "4", "--pipeline_parallel_size=2"]) == 8
+    assert workers([]) == 1
+
+
+def test_telemetry_is_off_and_idle_connections_outlive_the_gateways() -> None:
+    env = plan(CPU, EMBEDDED).env
+    assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == env["HF_HUB_OFFLINE"] == "1"
+    assert env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "120"
+    assert env["VLLM_RPC_BASE_PATH"] == str(SOCKET.parent)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in env
+
+
+def test_only_a_local_model_keeps_the_engine_off_the_hub() -> None:
+    assert plan(CPU, LOCAL).env["HF_HUB_OFFLINE"] == "1"
+    assert plan(CPU, LOCAL, env={"HF_HUB_OFFLINE": "0"}).env["HF_HUB_OFFLINE"] == "0"
+    assert "HF_HUB_OFFLINE" not in plan(CPU, REMOTE).env
+
+
+def test_the_users_environment_is_passed_on_and_wins() -> None:
+    given = {"PATH": "/bin", "HF_TOKEN": "hf_x", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "30", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    assert plan(CPU, EMBEDDED, env=given).env.items() >= given.items()
+
+
+def test_the_gateways_settings_and_foreign_variables_stay_out_of_the_engine() -> None:
+    """Kubernetes describes a Service named vllm as VLLM_PORT=tcp://…, which vLLM refuses."""
+    given = {
+        "TIDEGATE_API_KEYS": "a:secret",
+        "WEB_CONCURRENCY": "1",
+        "VLLM_API_KEY": "another",
+        "VLLM_PORT": "tcp://10.0.0.1:80",
+    }
+    assert not plan(CPU, EMBEDDED, env=given).env.keys() & given.keys()
+
+
+def test_the_engines_key_is_not_on_the_command_line() -> None:
+    made = plan(CPU, EMBEDDED, api_key="secret")
+    assert made.env["VLLM_API_KEY"] == "secret"
+    assert not [argument for argument in made.argv if "secret" in argument]
