@@ -99,6 +99,7 @@ def gateway(vllm: Vllm, gateways: dict[str, Gateway]) -> Iterator[Start]:
     own: list[Gateway] = []
 
     def get(*, fresh: bool = False, **settings: Any) -> Gateway:
+        assert vllm.running, f"the engine is gone; its output ended with:\n{vllm.log[-5000:]}"
         key = repr(sorted(settings.items()))
         gate = None if fresh else gateways.get(key)
         if gate is None or not gate.running:
