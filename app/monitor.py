@@ -116,12 +116,19 @@ class Monitor:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            if self._alone:
-                await self._probe()
-            if self._status.state in (EngineState.READY, EngineState.STALLED):
-                await self.metrics_text()
-                self._judge()
+            try:
+                await self._look()
+            except Exception:
+                # Without this loop nobody would see a stall any more.
+                log.exception("the look at the engine failed; the next is in %g s", PERIOD_S)
             await asyncio.sleep(PERIOD_S)
+
+    async def _look(self) -> None:
+        if self._alone:
+            await self._probe()
+        if self._status.state in (EngineState.READY, EngineState.STALLED):
+            await self.metrics_text()
+            self._judge()
 
     async def aclose(self) -> None:
         """Let go of the scrape under way."""

@@ -12,6 +12,9 @@ from typing import Final, Literal
 BF16_FLAGS: Final = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
 SMI: Final = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 SMI_S: Final = 20.0  # a driver that wakes up takes its time
+PROC, CGROUP, NODES = Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/node")
+# What vLLM counts as available on a NUMA node.
+AVAILABLE: Final = re.compile(r"(?:MemFree|Active\(file\)|Inactive\(file\)|SReclaimable):\s+(\d+) kB")
 
 Kind = Literal["cuda", "cpu"]
 
@@ -35,7 +38,7 @@ class Device:
     bf16: bool = True  # whether bfloat16 is done in hardware
 
 
-def find(wanted: str, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Device:
+def find(wanted: str, proc: Path = PROC, cgroup: Path = CGROUP, nodes: Path = NODES) -> Device:
     """The device for `auto`, `cuda` or `cpu`; `auto` takes GPUs if they are there and the installed vLLM can use them.
 
     Raises:
@@ -56,7 +59,7 @@ def find(wanted: str, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
     if kind == "cuda":
         return Device("cuda", gpus[0], count=len(gpus))
     name = f"CPU, {len(os.sched_getaffinity(0))} cores"
-    return Device("cpu", name, memory=_free_memory(proc, cgroup), bf16=_has_bf16(proc))
+    return Device("cpu", name, memory=_free_memory(proc, cgroup, nodes), bf16=_has_bf16(proc))
 
 
 def engine_build() -> Kind | None:
@@ -91,11 +94,15 @@ def _has_bf16(proc: Path) -> bool:
     return False
 
 
-def _free_memory(proc: Path, cgroup: Path) -> int:
-    """Memory that is free, within the limit of a container."""
+def _free_memory(proc: Path, cgroup: Path, nodes: Path) -> int:
+    """Memory that is free on each NUMA node with processors, since vLLM takes all from one, and within a container."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     free = int(found[1]) * 1024 if found else 0
     with contextlib.suppress(OSError, ValueError):  # no such file or "max": no limit
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, max(0, limit - used))
+    for node in nodes.glob("node[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (node / "cpulist").read_text().strip():
+                free = min(free, 1024 * sum(map(int, AVAILABLE.findall((node / "meminfo").read_text()))))
     return free

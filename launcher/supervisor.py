@@ -18,6 +18,7 @@ import httpx
 from app.status import EngineStatus
 from launcher.command import Plan
 from launcher.guard import GONE_S, Guard, kill_all
+from launcher.niceness import give_way
 
 WINDOW_S: Final = 600.0  # in which restarts are counted
 LONGEST_DELAY_S: Final = 30.0  # between two starts
@@ -49,6 +50,7 @@ class Output:
         self._show = show
         self._secrets = [secret for secret in secrets if secret]
         self._unfinished = False
+        self.muted = False
         self.lines: deque[str] = deque(maxlen=LAST_LINES)
         self.reason = ""
 
@@ -82,7 +84,8 @@ class Output:
             self.reason = found[1]
         self._unfinished = found is not None and "validation error" in line  # pydantic says in the next line which
         self.lines.append(line)
-        self._show(line)
+        if not self.muted:
+            self._show(line)
 
 
 @dataclass(kw_only=True)
@@ -117,6 +120,7 @@ class Supervisor:
                 gently = False
                 last = self._judge(process, cause, how)  # so the gateway knows before the remains are cleared away
             finally:
+                output.muted = gently  # vLLM's complaints about being ended would alarm without reason
                 await _whole(self._end(process, reading, gently=gently))
             if last:
                 raise EngineFailed(f"{how}: {output.reason}" if output.reason else how, output.lines)
@@ -134,6 +138,7 @@ class Supervisor:
         reading = asyncio.create_task(output.read(mouth))
         assert process.stdin is not None
         self.guard.watch(process.pid)
+        give_way(process.pid, self.plan.niceness)
         process.stdin.write(b"go\n")
         process.stdin.close()
         return process, reading

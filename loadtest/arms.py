@@ -137,7 +137,8 @@ class Stage:
         # Without a limit from here the launcher passes one that no run comes near.
         arguments = [*ENGINE_ARGUMENTS, *(() if own_limit is None else ("--max-num-queued-reqs", str(own_limit)))]
         plan = make_plan(find("auto"), Model(str(self._model), MODEL), Path(address.socket), arguments, os.environ)
-        engine = Server(Child(name, plan.argv, plan.env, folder, self._options.out / f"{name}.log"), address)
+        log = self._options.out / f"{name}.log"
+        engine = Server(Child(name, plan.argv, plan.env, folder, log, niceness=plan.niceness), address)
         self._engines[own_limit] = engine
         await engine.child.until(lambda: engine.answers("/health"), "ready", ENGINE_START_S)
 

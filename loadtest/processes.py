@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from launcher.niceness import give_way
+
 LOG_LINES: Final = 15  # shown when a server doesn't start
 POLL_S: Final = 0.1
 STOP_S: Final = 10.0
@@ -23,7 +25,9 @@ class ServerFailed(Exception):
 class Child:
     """A running server; its output goes to `log`."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, *, niceness: int = 0
+    ) -> None:
         self.name = name
         self._log = log
         with log.open("ab") as output:
@@ -36,6 +40,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        give_way(self._process.pid, niceness)
 
     def check(self) -> None:
         """Raises ServerFailed if it has ended."""

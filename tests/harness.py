@@ -293,9 +293,13 @@ class Gateway(Child):
         self.ops_port = int(settings.get("ops_port") or self.port)
         self.headers = {"authorization": f"Bearer {self._key()}"} if self._key() else {}
         self.spawn("app", [], variables | dict(environment or {}))
-        if wait:
-            wait_until(lambda: not self.running or self._answers(wait), f"200 from {wait}")
-            assert self.running, f"the gateway ended with {self.exit_code()}; its output:\n{self.log}"
+        try:
+            if wait:
+                wait_until(lambda: not self.running or self._answers(wait), f"200 from {wait}")
+                assert self.running, f"the gateway ended with {self.exit_code()}; its output:\n{self.log}"
+        except BaseException:
+            self.close()
+            raise
 
     def _key(self) -> str:
         return str(self.settings.get("api_keys", "")).partition(",")[0].partition(":")[2]

@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import openai
 
-from tests.engine.real import MODEL, load
+from tests.engine.real import LOAD, MODEL, load
 from tests.harness import COMPLETIONS, Gateway, Metrics, until
 from tests.wire import Json, Wire
 
@@ -90,8 +90,9 @@ class Watch:
     async def _follow(self) -> None:
         async with raw(self._gate) as client:
             while True:
-                text = (await client.get("/metrics")).text
-                self.seen.append((time.monotonic(), *load(Metrics(text))))
+                seen = Metrics((await client.get("/metrics")).text)
+                if LOAD[0] in seen.names:  # else the engine was too busy to say
+                    self.seen.append((time.monotonic(), *load(seen)))
                 await asyncio.sleep(0.01)
 
     @property

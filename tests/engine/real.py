@@ -11,10 +11,12 @@ from pathlib import Path
 
 from launcher.command import Model, make_plan
 from launcher.device import find
+from launcher.niceness import give_way
 from tests.harness import ROOT, Child, Metrics, UnixConnection
 from tests.wire import Answer
 
 SLOTS = 16  # sequences that the engine runs at once; more of them wait inside it
+LOAD = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 CONTEXT = 8192  # tokens; the model's own
 MODEL = "tiny"  # the name that clients use
 # More than the launcher says: tool calls for a model that isn't the embedded one, and memory for others.
@@ -42,6 +44,7 @@ class Vllm(Child):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        give_way(self.process.pid, plan.niceness)
         try:
             self._wait()
         except BaseException:
@@ -96,4 +99,5 @@ class Vllm(Child):
 
 def load(seen: Metrics) -> tuple[int, int]:
     """Requests that the engine runs, and those that wait inside it."""
-    return int(seen.total("vllm:num_requests_running")), int(seen.total("vllm:num_requests_waiting"))
+    running, waiting = (int(seen.total(name)) for name in LOAD)
+    return running, waiting

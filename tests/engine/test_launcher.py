@@ -57,7 +57,7 @@ class Launcher(Child):
         return status == 200 and answer["usage"]["completion_tokens"] == 4
 
     def engine(self, name: str = "") -> list[int]:
-        """Live processes of the engine: all have our folder in their environment or command line."""
+        """Live processes of the engine: those of the session whose leader has our folder in its command line."""
         return [pid for pid, text in processes().items() if text.startswith(name) and pid in self.sessions()]
 
     def sessions(self) -> set[int]:
@@ -118,7 +118,8 @@ def test_it_starts_answers_outlives_its_engines_and_leaves_nothing(launch: Launc
     assert one.ask("/v1/models")[1]["data"][0]["id"] == tiny_model().name
     for number, name in enumerate(["VLLM::EngineCore", "VLLM::Worker", ""], 1):
         before = one.engine()
-        os.kill(min(one.engine(name)), signal.SIGKILL)  # without a name the first, which is the API server
+        victims = one.engine(name) if name else [pid for pid in before if session_of(pid) == pid]  # the API server
+        os.kill(victims[0], signal.SIGKILL)
         wait_until(lambda: one.ask("/readyz")[0] == 503, "readiness to drop", within=60)
         again = lambda wanted=number + 1: one.log.count("ready: ") == wanted or not one.running  # noqa: E731
         wait_until(again, f"an engine after the end of {name or 'the API server'}", within=START_S)

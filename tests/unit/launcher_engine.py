@@ -2,8 +2,8 @@
 
 That is a JSON list with an object for each life, the last one for all that follow: `say` (lines to print), `exit` or
 `signal` (how it ends), `after` (seconds since it was seen ready; without, it never is), `hang` (neither gets ready nor
-ends), `deaf` (ignores SIGTERM), `child` (has a child that ignores SIGTERM). At each start it notes in `$FAKE_NOTES`
-what it was given, whom it has started, and who of earlier lives is still there.
+ends), `deaf` (ignores SIGTERM), `moan` (prints that when it gets one), `child` (has a child that ignores SIGTERM). At
+each start it notes in `$FAKE_NOTES` what it was given, whom it has started, and who of earlier lives is still there.
 """
 
 import contextlib
@@ -64,6 +64,8 @@ def main() -> None:
         stream.write(json.dumps(note) + "\n")
     if life.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "moan" in life:
+        signal.signal(signal.SIGTERM, lambda *_: (print(life["moan"], flush=True), os._exit(0)))
     for line in life.get("say", []):
         print(line, flush=True)
     if life.get("hang"):

@@ -181,6 +181,11 @@ def test_telemetry_is_off_and_idle_connections_outlive_the_gateways() -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in env
 
 
+def test_the_engine_gives_way_where_it_shares_processors_with_the_gateway() -> None:
+    assert plan(CPU, EMBEDDED).niceness == 10
+    assert plan(GPU, EMBEDDED).niceness == 0
+
+
 def test_only_a_local_model_keeps_the_engine_off_the_hub() -> None:
     assert plan(CPU, LOCAL).env["HF_HUB_OFFLINE"] == "1"
     assert plan(CPU, LOCAL, env={"HF_HUB_OFFLINE": "0"}).env["HF_HUB_OFFLINE"] == "0"

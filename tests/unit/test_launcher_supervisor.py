@@ -121,6 +121,13 @@ async def test_a_healthy_engine_is_ready_and_leaves_nothing_behind(house: MakeHo
     assert len(one.notes) == 1
 
 
+async def test_what_an_engine_says_when_it_is_ended_alarms_nobody(house: MakeHouse) -> None:
+    one = house({"say": ["hello"], "moan": "EngineDeadError: why?"})
+    async with one.running():
+        await until(lambda: one.ready)
+    assert one.shown == ["hello"]
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [({"exit": 0}, "exit code 0"), ({"exit": 1}, "exit code 1"), ({"signal": signal.SIGSEGV}, "killed by SIGSEGV")],

@@ -211,6 +211,17 @@ class TestScrape:
             assert one.monitor.reading is not None
             assert one.monitor.reading.iterations >= 7
 
+    async def test_an_error_that_nobody_foresaw_is_told_and_does_not_end_the_watch(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with watching() as one:
+            one.engine.metrics = ZeroDivisionError("a bug")
+            await pass_s(1)
+            assert "a bug" in caplog.text
+            one.engine.metrics = page(iterations=7)
+            await pass_s(2)
+            assert one.monitor.reading is not None
+
     async def test_adds_up_the_engines_of_one_server_and_shows_the_fullest(self) -> None:
         one = Watched(alone=True)
         one.engine.metrics = b"""\
