@@ -92,7 +92,7 @@ def make_plan(
         warnings.append("with this --scheduling-policy the lanes' priorities have no effect inside vLLM")
     if "config" in given:
         warnings.append("what the launcher passes itself, such as --max-num-seqs, beats the same setting in --config")
-    env = _environment(device, model, socket, base_env, api_key)
+    env = _environment(model, socket, base_env, api_key)
     return Plan(
         [*argv, *extra],
         env,
@@ -119,9 +119,7 @@ def _for_cpu(device: Device, model: Model, given: Mapping[str, str], base_env: M
     return chosen
 
 
-def _environment(
-    device: Device, model: Model, socket: Path, base_env: Mapping[str, str], api_key: str | None
-) -> dict[str, str]:
+def _environment(model: Model, socket: Path, base_env: Mapping[str, str], api_key: str | None) -> dict[str, str]:
     """What the user has set, without our own settings (keys are among them), over what is chosen here."""
     chosen = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -130,9 +128,6 @@ def _environment(
         "VLLM_RPC_BASE_PATH": str(socket.parent),  # inner sockets; they would stay in /tmp for ever
         "PYTHONUNBUFFERED": "1",
     }
-    if device.kind == "cpu":
-        # How vLLM's processes wait for each other: a fifth more tokens/s on two cores, 16 streams of a tiny model.
-        chosen["VLLM_USE_SPINLOOP_EXT"] = "1"
     if model.path.startswith("/"):
         chosen["HF_HUB_OFFLINE"] = "1"
     theirs = {name: value for name, value in base_env.items() if not _foreign(name, value)}
