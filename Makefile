@@ -1,6 +1,6 @@
 # Everything that a person or CI calls. What each target does is in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fast test format lint lock clean
+.PHONY: help setup serve fast test overload bench format lint lock clean
 
 BIN := .venv/bin
 # Three processes of the engine import thousands of modules each: compile them once, not at every start.
@@ -22,6 +22,12 @@ fast: ## format, lint, types and the tests that need no engine
 
 test: ## install everything needed, then run every check and every test
 	@bash scripts/setup.sh gateway engine dev node && exec bash scripts/check.sh all
+
+overload: ## more requests than the engine can take: vLLM alone, with its own limit, Tidegate [ARGS=--help]
+	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.overload $(ARGS)
+
+bench: ## what the gateway costs for each event and call, beside nginx and other gateways [ARGS=--help]
+	@bash scripts/setup.sh gateway loadtest && exec $(BIN)/python -m loadtest.gateway_cost $(ARGS)
 
 format: ## format the code and sort its imports
 	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .

@@ -64,7 +64,7 @@ class Admission:
 
     def _note_service(self, call: Call) -> None:
         if call.admitted_at is not None:
-            self.pace.served(call.demand.lane, self._loop.time() - call.admitted_at)
+            self.pace.served(call.demand.lane, self._loop.time() - call.admitted_at, call.demand.work)
 
     def _queue(self, call: Call, body: bytes) -> Ticket:
         assert call.route is not None
@@ -85,23 +85,38 @@ class Admission:
     def _check_feasible(self, call: Call) -> None:
         """Refuse at once what would only grow old in the queue.
 
-        The spare time of a request is what its deadline leaves beside the lane's mean service time. It may be expected
-        to wait for a share of that: the estimate is a mean, and who is let in should make it on a bad day too.
+        The spare time of a request is what its deadline leaves beside the time that its answer takes. It may be
+        expected to wait for a share of that: the estimate is a mean, and who is let in should make it on a bad day too.
+        The share shrinks with the work that the request asks for, measured by the lane's mean: when not all can be
+        served, the same engine time then serves more of them.
         """
         lane = call.demand.lane
         wait_s = self.pace.wait_s(lane, self.gate.lanes[lane])
-        service_s = self.pace.service_s(lane)
-        if not wait_s or service_s is None:
+        if not wait_s:
             return
+        relative = self.pace.relative_work(lane, call.demand.work)
         now = self._loop.time()
-        spare_s = min(call.deadline.left(now) - service_s, call.deadline.first_event_at - now)
-        if wait_s > self._settings.wait_share * max(0.0, spare_s):
-            raise Refused(
-                INFEASIBLE,
-                f"The queue takes about {wait_s:.1f} s and an answer {service_s:.1f} s, which leaves too little of the "
-                f"deadline in {call.deadline.left(now):.1f} s. Retry later.",
-                retry_after_s=self.pace.retry_after_s(lane, self.gate.lanes, whole_queue=True),
-            )
+        spare_s = min(call.deadline.left(now) - self._service_s(call), call.deadline.first_event_at - now)
+        if wait_s > min(1.0, self._settings.wait_share / relative**2) * max(0.0, spare_s):
+            raise self._infeasible(call, f"The queue takes about {wait_s:.1f} s and an answer")
+
+    def _check_still_feasible(self, call: Call) -> None:
+        """Refuse what has waited for longer than expected, rather than have the engine work on it for nothing."""
+        if call.deadline.left(self._loop.time()) < self._service_s(call):
+            raise self._infeasible(call, "The queue took longer than expected, an answer takes")
+
+    def _service_s(self, call: Call) -> float:
+        """Expected time at the engine; 0 while nothing is known."""
+        lane = call.demand.lane
+        return (self.pace.service_s(lane) or 0.0) * self.pace.relative_work(lane, call.demand.work)
+
+    def _infeasible(self, call: Call, why: str) -> Refused:
+        left_s, lane = call.deadline.left(self._loop.time()), call.demand.lane
+        return Refused(
+            INFEASIBLE,
+            f"{why} about {self._service_s(call):.1f} s: too much for a deadline in {left_s:.1f} s. Retry later.",
+            retry_after_s=self.pace.retry_after_s(lane, self.gate.lanes, whole_queue=True),
+        )
 
     async def _wait(self, call: Call, ticket: Ticket) -> None:
         call.phase = "queue"
@@ -115,6 +130,7 @@ class Admission:
                 call.arm(first_limit)
             await ticket.wait()
             self._status.check_ready()
+            self._check_still_feasible(call)
         call.admitted_at = self._loop.time()
         call.phase = "first byte"
         call.arm(first_limit)

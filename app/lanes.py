@@ -17,6 +17,8 @@ OTHER_BYTES_PER_TOKEN: Final = 1.8
 MEDIA_TOKENS: Final = 1000  # one image, sound or document, whatever its base64 length
 FIELD_TOKENS: Final = 3.0  # the punctuation of one field of an object
 TEMPLATE_TOKENS: Final = 20  # what a chat template adds to a conversation
+PROMPT_TOKENS_PER_OUTPUT_TOKEN: Final = 16  # read all at once, they cost an engine about as much as one that it writes
+MOST_TOKENS: Final = 10**9  # of an answer; a body may name any number
 MEDIA_PARTS: Final = frozenset(
     "image_url input_image image image_pil image_embeds input_audio audio_url audio "
     "video_url video input_file file document".split()
@@ -48,6 +50,7 @@ class Demand:
     cost: int = 0
     weight: int = 1
     stream: bool = False
+    work: float = 0.0  # of one sequence, in output tokens; 0: not known
     text_tokens: float = 0.0  # as the engine will count them, estimated before scaling: what the scale is learned from
     exact_tokens: int = 0  # the same, of prompts that are token ids
 
@@ -86,9 +89,11 @@ class Lanes:
         text, ids = _prompt_tokens(parts)
         if "messages" in request:
             text += TEMPLATE_TOKENS
-        cost = round(text * self.scale) + ids + limit
+        prompt = round(text * self.scale) + ids
+        cost = prompt + limit
+        work = prompt / PROMPT_TOKENS_PER_OUTPUT_TOKEN + min(limit, MOST_TOKENS)
         copies, prompts = _sequences(request) if route.family in GENERATION else (1, 1)
-        return Demand(self.lane_for(cost), cost, copies * prompts, stream, text * copies, ids * copies)
+        return Demand(self.lane_for(cost), cost, copies * prompts, stream, work, text * copies, ids * copies)
 
     def learn_output(self, family: Family, tokens: int) -> None:
         """Take one finished answer into the route's running mean."""

@@ -9,6 +9,7 @@ WINDOW_S: Final = 60.0
 ENOUGH: Final = 5  # completions; with fewer nothing is known
 KEPT: Final = 256  # completions remembered for each lane
 MAX_RETRY_AFTER_S: Final = 30
+EPSILON: Final = 1e-6  # what adding and taking away may leave of a sum
 
 
 class LaneLoad(Protocol):
@@ -21,25 +22,30 @@ class LaneLoad(Protocol):
 
 
 class _Done:
-    """Completions of one lane: when, and after how long; with their running sum."""
+    """Completions of one lane: when, after how long, and for how much work; with their running sums."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, float]] = deque()
+        self._kept: deque[tuple[float, float, float]] = deque()
         self._sum_s = 0.0
+        self._sum_work = 0.0
 
-    def add(self, now: float, service_s: float) -> None:
-        self._kept.append((now, service_s))
+    def add(self, now: float, service_s: float, work: float) -> None:
+        self._kept.append((now, service_s, work))
         self._sum_s += service_s
+        self._sum_work += work
         if len(self._kept) > KEPT:
             self._drop()
 
-    def mean_s(self, now: float) -> float | None:
+    def means(self, now: float) -> tuple[float, float] | None:
         while self._kept and self._kept[0][0] < now - WINDOW_S:
             self._drop()
-        return self._sum_s / len(self._kept) if len(self._kept) >= ENOUGH else None
+        count = len(self._kept)
+        return (self._sum_s / count, self._sum_work / count) if count >= ENOUGH else None
 
     def _drop(self) -> None:
-        self._sum_s -= self._kept.popleft()[1]
+        _, service_s, work = self._kept.popleft()
+        self._sum_s -= service_s
+        self._sum_work -= work
 
 
 class Pace:
@@ -49,13 +55,19 @@ class Pace:
         self._done = {lane: _Done() for lane in lanes}
         self._clock = clock
 
-    def served(self, lane: str, service_s: float) -> None:
+    def served(self, lane: str, service_s: float, work: float = 0.0) -> None:
         """Take in a request that the engine had for `service_s`: answered in full, or until its deadline."""
-        self._done[lane].add(self._clock(), service_s)
+        self._done[lane].add(self._clock(), service_s, work)
 
     def service_s(self, lane: str) -> float | None:
         """Mean service time over the window; None while too few are known."""
-        return self._done[lane].mean_s(self._clock())
+        means = self._done[lane].means(self._clock())
+        return means and means[0]
+
+    def relative_work(self, lane: str, work: float) -> float:
+        """A request's work over the lane's mean; 1 where either is not known."""
+        means = self._done[lane].means(self._clock())
+        return work / means[1] if means and work and means[1] > EPSILON else 1.0
 
     def wait_s(self, lane: str, load: LaneLoad) -> float | None:
         """Expected wait behind the lane's present queue; None while too little is known."""

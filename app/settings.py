@@ -42,7 +42,7 @@ class Lane(BaseModel):
 
 
 DEFAULT_LANES = (
-    Lane(name="short", max_cost=512, floor=0.5, weight=2, max_wait_s=10, priority=0),
+    Lane(name="short", max_cost=512, floor=0.375, weight=2, max_wait_s=10, priority=0),
     Lane(name="long", floor=0.25, weight=1, max_wait_s=10, priority=10),
 )
 
@@ -68,7 +68,7 @@ class Settings(BaseSettings):
     max_in_flight: int = Field(default=64, ge=1)
     max_queue: int = Field(default=200, ge=0)
     max_wait_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    wait_share: float = Field(default=0.25, gt=0, le=1)
+    wait_share: float = Field(default=0.2, gt=0, le=1)
     deadline_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     keepalive_s: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     body_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)

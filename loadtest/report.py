@@ -64,7 +64,7 @@ Tokens made too late: all that the engine made for requests that were not good. 
 the end of arrivals, when the client gave up. Ratios are Tidegate's mean over that of the other arm."""
 
 
-def facts(argv: Sequence[str]) -> dict[str, Any]:
+def facts(argv: Sequence[str], module: str = "loadtest.overload") -> dict[str, Any]:
     """What every figure must carry: machine, versions, command, time."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -76,7 +76,7 @@ def facts(argv: Sequence[str]) -> dict[str, Any]:
         "machine": f"{len(os.sched_getaffinity(0))} cores of {_cpu_name()}, {_memory_gib():.0f} GiB",
         "system": platform.platform(),
         "versions": versions,
-        "command": shlex.join(["python", "-m", "loadtest.overload", *argv]),
+        "command": shlex.join(["python", "-m", module, *argv]),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average": os.getloadavg()[0],
     }

@@ -30,6 +30,8 @@ LOCKS: dict[str, list[str]] = {
     ],
     "dev": ["pyproject.toml", "--extra=dev"],
     "loadtest": ["pyproject.toml", "--extra=loadtest"],
+    # Each in an environment of its own.
+    **{f"peers/{name}": [f"requirements/peers/{name}.in"] for name in ("litellm", "relay", "smg", "vllm-router")},
 }
 CONSTRAINTS: dict[str, list[str]] = {
     "engine-gpu": ["gateway"],

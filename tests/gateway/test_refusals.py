@@ -86,6 +86,21 @@ async def test_deadline_that_cannot_be_made_is_refused_before_the_wait(gateway: 
     assert gate.engine.entries("late") == []
 
 
+async def test_a_small_request_may_still_wait_where_a_large_one_may_not(gateway: Start) -> None:
+    gate = gateway(fresh=True, max_in_flight=1, max_queue=50, lanes=ONE_LANE)
+    for _ in range(6):
+        await post(gate, max_tokens=16, fake={"first_ms": 150, "events": 1})
+    async with occupied(gate), gate.client() as client:
+        ahead = [asyncio.create_task(client.post(CHAT, json=chat())) for _ in range(20)]
+        await queued(gate, 20)
+        headers = {"x-request-timeout-ms": "20000"}  # the queue is worth 3 s, a quarter of this is 5 s
+        small = asyncio.create_task(client.post(CHAT, json=chat(max_tokens=4), headers=headers))
+        await queued(gate, 21)
+        refused(await post(gate, max_tokens=64, headers=headers), "deadline_infeasible")
+        gate.engine.cut(which="busy")
+        assert {call.status_code for call in await asyncio.gather(small, *ahead)} == {200}
+
+
 async def test_nothing_is_called_infeasible_before_five_completions(gateway: Start) -> None:
     gate = gateway(fresh=True, max_in_flight=1, max_queue=50)
     await post(gate, fake={"first_ms": 150})

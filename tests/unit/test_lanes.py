@@ -60,6 +60,13 @@ class TestLane:
                 "rest",
             ]
 
+    def test_the_work_is_that_of_one_sequence_and_an_output_token_is_most_of_it(self) -> None:
+        body = {"prompt": [1] * 32, "max_tokens": 10}
+        assert classify(COMPLETIONS, body).work == 12
+        assert classify(COMPLETIONS, body | {"n": 4}).work == 12
+        assert classify(COMPLETIONS, body | {"max_tokens": 10**4000}).work == pytest.approx(10**9)
+        assert classify(COMPLETIONS, {"what": "else"}).work == 0
+
     def test_the_bound_itself_is_still_inside(self) -> None:
         assert [classify(COMPLETIONS, {"prompt": [1] * 12, "max_tokens": n}).lane for n in (500, 501)] == [
             "short",

@@ -48,6 +48,18 @@ def test_lanes_are_measured_apart() -> None:
     assert pace(a=[1] * 5).service_s("b") is None
 
 
+def test_work_is_told_by_the_mean_of_the_lane() -> None:
+    lanes = pace(b=[1] * 5)
+    for work in (10, 20, 30, 20):
+        lanes.served("a", 1, work)
+    assert lanes.relative_work("a", 40) == 1, "too few are known"
+    lanes.served("a", 1, 20)
+    assert lanes.relative_work("a", 40) == 2
+    assert lanes.relative_work("a", 5) == 0.25
+    assert lanes.relative_work("a", 0) == 1, "of this request nothing is known"
+    assert lanes.relative_work("b", 40) == 1, "of that lane nothing is known"
+
+
 def test_what_is_older_than_a_minute_is_forgotten() -> None:
     clock = VirtualClock()
     lanes = pace(clock, a=[50] * 5)

@@ -1,0 +1,133 @@
+"""Figures of the gateway-cost benchmark: a table, JSON, and a picture."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from loadtest.peers import RUST
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One arm in one round: CPU in microseconds, times in milliseconds."""
+
+    event_us: float
+    coalesced_us: float
+    call_us: float
+    call_p50_ms: float
+    calls_s: float
+    gap_p99_ms: float
+
+
+COLUMNS: Final = {
+    "event_us": "CPU µs/event",
+    "coalesced_us": "coalesced µs/event",
+    "call_us": "CPU µs/call",
+    "call_p50_ms": "call p50 ms",
+    "calls_s": "calls/s",
+    "gap_p99_ms": "event gap p99 ms",
+}
+OURS: Final = "tidegate"
+
+
+def mean(runs: Sequence[Figures], name: str) -> float:
+    """Of one figure over the rounds."""
+    values: list[float] = [getattr(run, name) for run in runs]
+    return sum(values) / len(values)
+
+
+def table(arms: Mapping[str, Sequence[Figures]], missing: Mapping[str, str]) -> str:
+    """One line for each arm, then the ratios of ours."""
+    lines = [["", *COLUMNS.values()]]
+    for arm, runs in arms.items():
+        lines.append([arm, *(_cell(arm, name, runs) for name in COLUMNS)])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rows = [
+        "  ".join(cell.rjust(w) if c else cell.ljust(w) for c, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    gone = [f"{arm}: missing, {why}" for arm, why in missing.items()]
+    return "\n".join(["", *rows, *gone, "", *ratios(arms)])
+
+
+def ratios(arms: Mapping[str, Sequence[Figures]]) -> list[str]:
+    """Ours over that of others, where both were measured."""
+    if OURS not in arms:
+        return []
+    lines = []
+    rust = [arm for arm in RUST if arm in arms]
+    for name, label in (("event_us", "event"), ("call_us", "call"), ("coalesced_us", "coalesced event")):
+        ours = mean(arms[OURS], name)
+        found = {arm: ours / value for arm in arms if arm != OURS and (value := mean(arms[arm], name))}
+        if rust:
+            best = min(rust, key=lambda arm: mean(arms[arm], name))
+            found = {f"the better of the Rust gateways ({best})": found[best]} | found
+        text = ", ".join(f"{ratio:.2f} x {arm}" for arm, ratio in found.items())
+        lines.append(f"CPU per {label}: tidegate is {text}")
+    if "direct" in arms:
+        added = mean(arms[OURS], "call_p50_ms") - mean(arms["direct"], "call_p50_ms")
+        lines.append(f"A plain call takes {added:.2f} ms longer through tidegate than direct (p50)")
+    return lines
+
+
+def own_table(own: Mapping[str, float]) -> str:
+    """What was asked of this gateway alone."""
+    return (
+        f"\nA refusal costs {own['refusal_us']:.0f} µs of CPU. Beside 100 streams, 1,000 refusals a second: gap between"
+        f" events p99 {own['gap_p99_refusing_ms']:.1f} ms, quiet {own['gap_p99_quiet_ms']:.1f} ms.\n"
+        f"An open stream holds {own['stream_kib']:.0f} KiB. Memory after {own['calls'] / 5:,.0f} calls "
+        f"{own['early_mib']:.1f} MiB, after {own['calls']:,.0f} calls {own['late_mib']:.1f} MiB."
+    )
+
+
+def footer(about: Mapping[str, Any]) -> str:
+    """Where the figures come from."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return f"{about['machine']}; {versions}; means of {about['rounds']} rounds; {about['at']}; {about['command']}"
+
+
+def write(
+    folder: Path,
+    about: Mapping[str, Any],
+    arms: Mapping[str, Any],
+    missing: Mapping[str, str],
+    own: Mapping[str, float],
+) -> None:
+    """Everything, as JSON."""
+    content = {**about, "arms": arms, "missing": dict(missing), "tidegate_alone": dict(own)}
+    (folder / "cost.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def draw(file: Path, arms: Mapping[str, Sequence[Figures]], about: Mapping[str, Any]) -> None:
+    """Bars of CPU per event and per call; the slowest arm is cut off where it would flatten the others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [arm for arm in arms if arm != "direct"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for axis, name, title in zip(
+        axes, ("event_us", "call_us"), ("CPU per streamed event, µs", "CPU per plain call, µs"), strict=True
+    ):
+        values = [mean(arms[arm], name) for arm in shown]
+        ordered = sorted(values)
+        top = 1.25 * (ordered[-2] if len(ordered) > 1 and ordered[-1] > 4 * ordered[-2] else ordered[-1])
+        bars = axis.barh(shown, [min(value, top) for value in values])
+        bars[shown.index(OURS)].set_color("tab:orange") if OURS in shown else None
+        axis.bar_label(bars, labels=[f"{value:,.0f}" for value in values], padding=3)
+        axis.set(title=title, xlim=(0, 1.15 * top))
+        axis.invert_yaxis()
+    figure.suptitle(f"{about['machine']}, {about['at'][:10]}", fontsize=8)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def _cell(arm: str, name: str, runs: Sequence[Figures]) -> str:
+    if arm == "direct" and name.endswith("_us"):
+        return "-"
+    values = [getattr(run, name) for run in runs]
+    decimals: Callable[[float], str] = lambda value: f"{value:,.2f}" if value < 10 else f"{value:,.0f}"  # noqa: E731
+    return f"{decimals(sum(values) / len(values))} [{decimals(min(values))}, {decimals(max(values))}]"

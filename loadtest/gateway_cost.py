@@ -1,0 +1,251 @@
+"""`python -m loadtest.gateway_cost`: what a gateway costs for each streamed event and for each call.
+
+A scripted engine answers at once, so that all time and CPU beyond those of the direct arm belong to what stands in the
+middle. The arms take turns, round by round; CPU time is what the operating system has booked on all processes of an
+arm. Figures of one run can be compared with each other, and with nothing else.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from loadtest import cost_report, traffic
+from loadtest.client import Address, NotServed
+from loadtest.cost_report import Figures
+from loadtest.outcomes import percentile
+from loadtest.peers import PEERS, Launch, Missing, Place, tidegate
+from loadtest.processes import Child, ServerFailed
+from loadtest.report import facts, progress
+from tests.harness import FakeEngine, free_port
+
+DIRECT: Final = "direct"
+START_S: Final = 120.0  # LiteLLM imports for half a minute
+STREAMS: Final = 100
+EVENTS: Final = {"events": 200, "gap_ms": 20}
+COALESCED: Final = {"events": 5000, "coalesce": 50}
+COALESCED_STREAMS: Final = 20
+PLAIN: Final = {"events": 16}
+WARM_UP: Final = 100
+IN_FLIGHT: Final = 32
+CALLS: Final = 2000
+FEW_CALLS: Final = 200  # for an arm that takes tens of milliseconds for one
+SLOW_S: Final = 0.01
+REFUSALS: Final = 2000
+REFUSALS_A_SECOND: Final = 1000
+MANY_STREAMS: Final = 500
+MANY_CALLS: Final = 100_000
+KILO: Final = 1024
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 done, 1 something of ours failed, 2 usage, 130 interrupted."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(given)
+    out: Path = arguments.out or Path("reports", "cost", datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
+    out.mkdir(parents=True, exist_ok=True)
+    about = facts(given, "loadtest.gateway_cost") | {"rounds": arguments.rounds}
+    try:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        arms, missing, own = runner.run(_benchmark(arguments.arms, arguments.rounds, out, quick=arguments.quick))
+    except (ServerFailed, NotServed) as error:
+        progress(f"gateway_cost: {error}")
+        return 1
+    except KeyboardInterrupt:
+        progress("gateway_cost: interrupted")
+        return 130
+    print(cost_report.table(arms, missing))
+    if own:
+        print(cost_report.own_table(own))
+    print(f"\n{cost_report.footer(about)}\nWritten to {out}")
+    cost_report.write(out, about, {name: [asdict(one) for one in seen] for name, seen in arms.items()}, missing, own)
+    cost_report.draw(out / "cost.png", arms, about)
+    return 0
+
+
+async def _benchmark(
+    names: Sequence[str], rounds: int, out: Path, *, quick: bool
+) -> tuple[dict[str, list[Figures]], dict[str, str], dict[str, float]]:
+    arms: dict[str, list[Figures]] = {name: [] for name in (DIRECT, *names)}
+    missing: dict[str, str] = {}
+    with FakeEngine(tcp=True) as engine:
+        assert engine.port is not None
+        for number in range(1, rounds + 1):
+            for name in arms:
+                if name in missing:
+                    continue
+                progress(f"round {number} of {rounds}: {name}")
+                try:
+                    arms[name].append(await _round(engine, name, out, quick=quick))
+                except Missing as why:
+                    missing[name] = str(why)
+                    progress(f"  {name} is missing: {why}")
+        own = await _ourselves(engine, out, quick=quick) if "tidegate" in arms else {}
+    return {name: seen for name, seen in arms.items() if seen}, missing, own
+
+
+async def _round(engine: FakeEngine, name: str, out: Path, *, quick: bool) -> Figures:
+    assert engine.port is not None
+    if name == DIRECT:
+        return await _measure(engine, Address(port=engine.port), lambda: 0.0, quick=quick)
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        place = Place(free_port(), engine.port, Path(folder))
+        launch = await asyncio.to_thread(PEERS[name].prepare, place, lambda text: progress(f"  {text}"))
+        engine.defaults(**PLAIN)
+        child = await _start(name, launch, place, out)
+        try:
+            return await _measure(engine, Address(port=place.port), child.cpu_s, quick=quick)
+        finally:
+            child.stop()
+
+
+async def _start(name: str, launch: Launch, place: Place, out: Path) -> Child:
+    child = Child(name, launch.argv, launch.env, place.folder, out / f"{name}.log")
+    address = Address(port=place.port)
+
+    async def answers() -> bool:
+        try:
+            await traffic.calls(address, 1, 1)
+        except NotServed:
+            return False
+        return True
+
+    try:
+        await child.until(answers, "ready", START_S)
+    except BaseException:
+        child.stop()
+        raise
+    return child
+
+
+async def _measure(engine: FakeEngine, address: Address, cpu_s: Callable[[], float], *, quick: bool) -> Figures:
+    engine.defaults(**PLAIN)
+    warm = await traffic.calls(address, WARM_UP, IN_FLIGHT // 2)
+    slow = statistics.median(warm.latencies) > SLOW_S
+    before = cpu_s()
+    plain = await traffic.calls(address, FEW_CALLS if slow or quick else CALLS, IN_FLIGHT)
+    plain_cpu = cpu_s() - before
+
+    engine.defaults(**EVENTS)
+    before = cpu_s()
+    streamed = await traffic.streams(address, STREAMS // 5 if slow or quick else STREAMS)
+    streamed_cpu = cpu_s() - before
+
+    engine.defaults(**COALESCED)
+    before = cpu_s()
+    coalesced = await traffic.streams(address, 2 if slow or quick else COALESCED_STREAMS)
+    coalesced_cpu = cpu_s() - before
+    return Figures(
+        event_us=1e6 * streamed_cpu / streamed.events,
+        coalesced_us=1e6 * coalesced_cpu / coalesced.events,
+        call_us=1e6 * plain_cpu / len(plain.latencies),
+        call_p50_ms=1e3 * statistics.median(plain.latencies),
+        calls_s=len(plain.latencies) / plain.took_s,
+        gap_p99_ms=1e3 * (percentile(streamed.gaps, 0.99) or 0.0),
+    )
+
+
+async def _ourselves(engine: FakeEngine, out: Path, *, quick: bool) -> dict[str, float]:
+    """What is asked of this gateway alone: refusals, refusals beside streams, memory."""
+    assert engine.port is not None
+    own: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        place = Place(free_port(), engine.port, Path(folder))
+        progress("refusals")
+        engine.defaults(**PLAIN)
+        full = tidegate(place, MAX_IN_FLIGHT=str(STREAMS), MAX_QUEUE="0", LANES='[{"name": "all"}]')
+        child = await _start("tidegate-full", full, place, out)
+        try:
+            own |= await _refusals(engine, child, Address(port=place.port))
+        finally:
+            child.stop()
+        progress("memory")
+        engine.defaults(**PLAIN)
+        child = await _start("tidegate-memory", tidegate(place, MAX_IN_FLIGHT=str(MANY_STREAMS)), place, out)
+        try:
+            own |= await _memory(engine, child, Address(port=place.port), MANY_CALLS // 20 if quick else MANY_CALLS)
+        finally:
+            child.stop()
+    return own
+
+
+async def _refusals(engine: FakeEngine, child: Child, address: Address) -> dict[str, float]:
+    engine.defaults(**EVENTS)
+    quiet = await traffic.streams(address, STREAMS)
+    busy = asyncio.create_task(traffic.streams(address, STREAMS))
+    await asyncio.sleep(0.5)  # every slot is taken
+    over = asyncio.Event()
+    refusing = asyncio.create_task(traffic.paced_calls(address, REFUSALS_A_SECOND, over))
+    beside = await busy
+    over.set()
+    await refusing
+
+    engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)  # streams that only hold their slots
+    holding = asyncio.create_task(traffic.streams(address, STREAMS))
+    await asyncio.sleep(0.5)
+    before = child.cpu_s()
+    refused = await traffic.calls(address, REFUSALS, IN_FLIGHT, status=503)
+    spent = child.cpu_s() - before
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    return {
+        "refusal_us": 1e6 * spent / len(refused.latencies),
+        "gap_p99_quiet_ms": 1e3 * (percentile(quiet.gaps, 0.99) or 0.0),
+        "gap_p99_refusing_ms": 1e3 * (percentile(beside.gaps, 0.99) or 0.0),
+    }
+
+
+async def _memory(engine: FakeEngine, child: Child, address: Address, calls: int) -> dict[str, float]:
+    await traffic.calls(address, calls // 5, IN_FLIGHT)
+    early = child.memory_bytes()
+    for _ in range(8):
+        await traffic.calls(address, calls // 10, IN_FLIGHT)
+    late = child.memory_bytes()
+    engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)
+    holding = asyncio.create_task(traffic.streams(address, MANY_STREAMS))
+    await asyncio.sleep(3)
+    holds = child.memory_bytes()
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    return {
+        "stream_kib": (holds - late) / KILO / MANY_STREAMS,
+        "early_mib": early / KILO**2,
+        "late_mib": late / KILO**2,
+        "calls": calls,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the command line."""
+    about = "\n".join(f"  {peer.name:<12} {peer.about}" for peer in PEERS.values())
+    flags = argparse.ArgumentParser(
+        prog="python -m loadtest.gateway_cost",
+        description=__doc__,
+        epilog=f"arms, besides no gateway at all:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--arms", type=_arms, default=tuple(PEERS), help="comma-separated (default: all)")
+    flags.add_argument("--rounds", type=int, choices=range(1, 11), default=3, metavar="N", help="1 to 10 (default: 3)")
+    flags.add_argument("--quick", action="store_true", help="a tenth of the load: for a look, not for a judgement")
+    flags.add_argument("--out", type=Path, help="folder for JSON, picture and logs (default: reports/cost/TIME)")
+    return flags
+
+
+def _arms(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - PEERS.keys():
+        known = ", ".join(PEERS)
+        raise argparse.ArgumentTypeError(f"no such arm: {', '.join(sorted(unknown))} (there are: {known})")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
