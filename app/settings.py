@@ -42,7 +42,7 @@ class Lane(BaseModel):
 
 
 DEFAULT_LANES = (
-    Lane(name="short", max_cost=512, floor=0.375, weight=2, max_wait_s=10, priority=0),
+    Lane(name="short", max_cost=512, floor=0.4375, weight=2, max_wait_s=10, priority=0),
     Lane(name="long", floor=0.25, weight=1, max_wait_s=10, priority=10),
 )
 

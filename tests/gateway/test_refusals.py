@@ -101,6 +101,18 @@ async def test_a_small_request_may_still_wait_where_a_large_one_may_not(gateway:
         assert {call.status_code for call in await asyncio.gather(small, *ahead)} == {200}
 
 
+async def test_a_request_whose_turn_comes_too_late_costs_the_engine_nothing(gateway: Start) -> None:
+    gate = gateway(fresh=True, max_in_flight=5, lanes=ONE_LANE)
+    await asyncio.gather(*(post(gate, fake={"first_ms": 1000, "events": 1}) for _ in range(5)))
+    async with occupied(gate, 5):
+        late = asyncio.create_task(post(gate, headers={"x-request-timeout-ms": "4000"}, fake={"tag": "late"}))
+        await queued(gate, 1)
+        await asyncio.sleep(3.2)  # 0.8 s are left, and an answer takes 1 s
+        gate.engine.cut(which="busy")
+        assert "longer than expected" in refused(await late, "deadline_infeasible")
+    assert gate.engine.entries("late") == []
+
+
 async def test_nothing_is_called_infeasible_before_five_completions(gateway: Start) -> None:
     gate = gateway(fresh=True, max_in_flight=1, max_queue=50)
     await post(gate, fake={"first_ms": 150})
