@@ -86,6 +86,7 @@ async def test_keepalive_can_be_switched_off(gateway: Start) -> None:
     assert KEEPALIVE not in answer.body
 
 
+@pytest.mark.slow
 async def test_no_keepalive_inside_an_event(gateway: Start) -> None:
     gate = gateway(keepalive_s=0.1)
     answer = await stream(gate, {"chunk_bytes": 40, "chunk_ms": 150, "events": 1, "first_ms": 0})

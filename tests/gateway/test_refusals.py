@@ -70,6 +70,7 @@ async def test_lane_full_while_the_other_lane_still_takes(gateway: Start) -> Non
         assert [answer.status_code for answer in await asyncio.gather(waiting, long)] == [200, 200]
 
 
+@pytest.mark.slow
 @FORMS
 async def test_deadline_that_cannot_be_made_is_refused_before_the_wait(gateway: Start, route: str) -> None:
     gate = gateway(fresh=True, max_in_flight=1, max_queue=50, lanes=ONE_LANE)
@@ -86,6 +87,7 @@ async def test_deadline_that_cannot_be_made_is_refused_before_the_wait(gateway: 
     assert gate.engine.entries("late") == []
 
 
+@pytest.mark.slow
 async def test_a_small_request_may_still_wait_where_a_large_one_may_not(gateway: Start) -> None:
     gate = gateway(fresh=True, max_in_flight=1, max_queue=50, lanes=ONE_LANE)
     for _ in range(6):
@@ -101,6 +103,7 @@ async def test_a_small_request_may_still_wait_where_a_large_one_may_not(gateway:
         assert {call.status_code for call in await asyncio.gather(small, *ahead)} == {200}
 
 
+@pytest.mark.slow
 async def test_a_request_whose_turn_comes_too_late_costs_the_engine_nothing(gateway: Start) -> None:
     gate = gateway(fresh=True, max_in_flight=5, lanes=ONE_LANE)
     await asyncio.gather(*(post(gate, fake={"first_ms": 1000, "events": 1}) for _ in range(5)))

@@ -176,6 +176,7 @@ async def test_client_that_leaves_stops_the_engine(gateway: Start, leave: str, s
         await until(lambda: gate.engine.entry("l")["outcome"] == "aborted")
 
 
+@pytest.mark.slow
 async def test_stalled_reader_stops_the_engine_instead_of_filling_memory(gateway: Start) -> None:
     gate = gateway()
     size = 100 * MIB

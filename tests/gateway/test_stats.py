@@ -61,6 +61,7 @@ async def test_refused_requests_count_as_arrivals(gateway: Start) -> None:
         assert gate.stats()["total_requests"] - before == 1, "gated arrivals only"
 
 
+@pytest.mark.slow
 async def test_batch_size_is_the_engines_mean(gateway: Start) -> None:
     gate = gateway(fresh=True)
     assert gate.stats()["avg_batch_size"] is None
@@ -105,6 +106,7 @@ async def test_metrics_answer_without_an_engine(gateway: Start) -> None:
     assert stats["running"] is stats["kv_cache_usage"] is None
 
 
+@pytest.mark.slow
 async def test_restart_of_the_engine_is_counted(gateway: Start) -> None:
     gate = gateway(fresh=True)
     gate.engine.kill()

@@ -74,7 +74,8 @@ class TestLimit:
         assert gate.lanes["only"].queued_weight == 3
 
     def test_a_request_for_more_than_there_is_takes_all_it_can_ever_get_and_runs(self) -> None:
-        gate = Gate(DEFAULT_LANES, limit=64, max_queue=10, clock=VirtualClock())
+        lanes = [lane("short", floor=0.5), lane("long", floor=0.25)]
+        gate = Gate(lanes, limit=64, max_queue=10, clock=VirtualClock())
         assert (gate.max_weight("short"), gate.max_weight("long")) == (48, 32)
         ticket = gate.enter("long", weight=1000)
         assert (ticket.admitted, ticket.weight, gate.in_flight) == (True, 32, 32)

@@ -179,6 +179,7 @@ def test_an_engine_that_cannot_start_ends_it_with_the_reason(launch: Launch) -> 
     assert len(one.notes) == 1
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_it(launch: Launch) -> None:
     one = launch("MODEL", lives=[{"after": 0.1, "exit": 1, "say": ["RuntimeError: boom"]}], max_restarts="1")
     assert one.exit_code() == 1
@@ -313,6 +314,7 @@ def test_help_says_how_to_pass_arguments_on() -> None:
         assert text in done.stdout
 
 
+@pytest.mark.slow
 def test_an_engine_that_ignores_the_signal_is_killed_in_the_end(launch: Launch) -> None:
     one = launch("MODEL", lives=[{"deaf": True}])
     one.ready()

@@ -136,6 +136,7 @@ def test_nobody_listening_is_broken_and_not_an_exception(tmp_path: Path) -> None
     assert record.error.startswith("connect: ")
 
 
+@pytest.mark.slow
 def test_the_closed_loop_counts_what_ended_after_its_warm_up(tmp_path: Path) -> None:
     async def slowly(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
