@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 
 from app.call import Call
 from app.deadline import stainless_read_timeout_s
@@ -54,17 +55,17 @@ class Admission:
                     watcher.cancel()
                     self.gate.release(ticket)
             if call.outcome == "completed":
-                self._note_service(call)
+                self._note_service(call, self.pace.served)
         except Refused as refused:
-            if refused.kind is DEADLINE:  # it would have taken at least that long
-                self._note_service(call)
+            if refused.kind is DEADLINE:
+                self._note_service(call, self.pace.cut)
             raise
         finally:
             guest.leave()
 
-    def _note_service(self, call: Call) -> None:
+    def _note_service(self, call: Call, note: Callable[[str, float, float], None]) -> None:
         if call.admitted_at is not None:
-            self.pace.served(call.demand.lane, self._loop.time() - call.admitted_at, call.demand.work)
+            note(call.demand.lane, self._loop.time() - call.admitted_at, call.demand.work)
 
     def _queue(self, call: Call, body: bytes) -> Ticket:
         assert call.route is not None

@@ -19,6 +19,7 @@ FIELD_TOKENS: Final = 3.0  # the punctuation of one field of an object
 TEMPLATE_TOKENS: Final = 20  # what a chat template adds to a conversation
 PROMPT_TOKENS_PER_OUTPUT_TOKEN: Final = 16  # read all at once, they cost an engine about as much as one that it writes
 MOST_TOKENS: Final = 10**9  # of an answer; a body may name any number
+MOST_CHOICES: Final = 10**6  # likewise
 MEDIA_PARTS: Final = frozenset(
     "image_url input_image image image_pil image_embeds input_audio audio_url audio "
     "video_url video input_file file document".split()
@@ -93,7 +94,9 @@ class Lanes:
         cost = prompt + limit
         work = prompt / PROMPT_TOKENS_PER_OUTPUT_TOKEN + min(limit, MOST_TOKENS)
         copies, prompts = _sequences(request) if route.family in GENERATION else (1, 1)
-        return Demand(self.lane_for(cost), cost, copies * prompts, stream, work, text * copies, ids * copies)
+        return Demand(
+            self.lane_for(cost), cost, copies * prompts, stream, work, text * min(copies, MOST_CHOICES), ids * copies
+        )
 
     def learn_output(self, family: Family, tokens: int) -> None:
         """Take one finished answer into the route's running mean."""

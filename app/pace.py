@@ -9,6 +9,7 @@ WINDOW_S: Final = 60.0
 ENOUGH: Final = 5  # completions; with fewer nothing is known
 KEPT: Final = 256  # completions remembered for each lane
 MAX_RETRY_AFTER_S: Final = 30
+RELATIVE: Final = (0.5, 2.0)
 EPSILON: Final = 1e-6  # what adding and taking away may leave of a sum
 
 
@@ -28,11 +29,13 @@ class _Done:
         self._kept: deque[tuple[float, float, float]] = deque()
         self._sum_s = 0.0
         self._sum_work = 0.0
+        self._with_work = 0
 
     def add(self, now: float, service_s: float, work: float) -> None:
         self._kept.append((now, service_s, work))
         self._sum_s += service_s
         self._sum_work += work
+        self._with_work += work > 0
         if len(self._kept) > KEPT:
             self._drop()
 
@@ -40,12 +43,13 @@ class _Done:
         while self._kept and self._kept[0][0] < now - WINDOW_S:
             self._drop()
         count = len(self._kept)
-        return (self._sum_s / count, self._sum_work / count) if count >= ENOUGH else None
+        return (self._sum_s / count, self._sum_work / max(1, self._with_work)) if count >= ENOUGH else None
 
     def _drop(self) -> None:
         _, service_s, work = self._kept.popleft()
         self._sum_s -= service_s
         self._sum_work -= work
+        self._with_work -= work > 0
 
 
 class Pace:
@@ -56,8 +60,14 @@ class Pace:
         self._clock = clock
 
     def served(self, lane: str, service_s: float, work: float = 0.0) -> None:
-        """Take in a request that the engine had for `service_s`: answered in full, or until its deadline."""
+        """Take in a request that the engine has answered in full, in `service_s`."""
         self._done[lane].add(self._clock(), service_s, work)
+
+    def cut(self, lane: str, service_s: float, work: float = 0.0) -> None:
+        """Take in one whose deadline came first. It would have taken longer, which says something above the mean."""
+        mean_s = self.service_s(lane)
+        if mean_s is not None and service_s > mean_s:
+            self.served(lane, service_s, work)
 
     def service_s(self, lane: str) -> float | None:
         """Mean service time over the window; None while too few are known."""
@@ -65,9 +75,14 @@ class Pace:
         return means and means[0]
 
     def relative_work(self, lane: str, work: float) -> float:
-        """A request's work over the lane's mean; 1 where either is not known."""
+        """A request's work over the lane's mean, within `RELATIVE`; 1 where either is not known.
+
+        The bounds are there because a limit on the output is not its length, and because lanes hold all kinds of work.
+        """
         means = self._done[lane].means(self._clock())
-        return work / means[1] if means and work and means[1] > EPSILON else 1.0
+        if not means or not work or means[1] < EPSILON:
+            return 1.0
+        return min(RELATIVE[1], max(RELATIVE[0], work / means[1]))
 
     def wait_s(self, lane: str, load: LaneLoad) -> float | None:
         """Expected wait behind the lane's present queue; None while too little is known."""

@@ -197,7 +197,7 @@ def _refuse_service_link(name: str, value: str) -> None:
 
 def _closest(name: str) -> str:
     known = [PREFIX + field.upper() for field in Settings.model_fields]
-    near = difflib.get_close_matches(name.upper(), known, n=1)
+    near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.8)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -17,8 +17,11 @@ from typing import Final
 GONE_S: Final = 30.0  # for killed processes to be gone; a driver may hold one for a while
 
 
-def kill_all(group: int) -> list[int]:
-    """Kill what lives of a process group and of the session of the same number; who was there (zombies don't count)."""
+def kill_all(group: int, number: int = signal.SIGKILL) -> list[int]:
+    """Signal what lives of a process group and of the session of the same number; who was there (zombies don't count).
+
+    With the signal 0 it only looks.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -26,7 +29,7 @@ def kill_all(group: int) -> list[int]:
                 state, _, pgrp, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if str(group) in (pgrp, session) and state not in "ZX":
                     found.append(int(entry.name))
-                    os.kill(found[-1], signal.SIGKILL)
+                    os.kill(found[-1], number)
     return found
 
 

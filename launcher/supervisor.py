@@ -211,7 +211,11 @@ class Supervisor:
         if gently and process.returncode is None:
             process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), GRACE_S)
+                async with asyncio.timeout(GRACE_S):
+                    await process.wait()
+                    # Its helpers remove their shared memory when they end by themselves.
+                    while kill_all(process.pid, 0):  # noqa: ASYNC110  nobody tells of their end
+                        await asyncio.sleep(0.02)
         end = time.monotonic() + GONE_S
         while left := kill_all(process.pid):
             if time.monotonic() > end:

@@ -148,6 +148,9 @@ async def test_engine_that_drops_idle_connections_is_never_felt(gateway: Start, 
         for _ in range(30):
             answer = await client.post(CHAT, json=chat(fake={"after": after}))
             assert answer.status_code == 200
+            await asyncio.sleep(
+                0.05
+            )  # what is sent before the engine has closed may have been worked on: that is a 502
     assert gate.engine.counts()["finished"] == 30
 
 

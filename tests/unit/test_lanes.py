@@ -65,6 +65,7 @@ class TestLane:
         assert classify(COMPLETIONS, body).work == 12
         assert classify(COMPLETIONS, body | {"n": 4}).work == 12
         assert classify(COMPLETIONS, body | {"max_tokens": 10**4000}).work == pytest.approx(10**9)
+        assert classify(COMPLETIONS, {"prompt": "hi", "n": 10**4000}).weight == 10**4000
         assert classify(COMPLETIONS, {"what": "else"}).work == 0
 
     def test_the_bound_itself_is_still_inside(self) -> None:

@@ -55,9 +55,24 @@ def test_work_is_told_by_the_mean_of_the_lane() -> None:
     assert lanes.relative_work("a", 40) == 1, "too few are known"
     lanes.served("a", 1, 20)
     assert lanes.relative_work("a", 40) == 2
-    assert lanes.relative_work("a", 5) == 0.25
+    assert lanes.relative_work("a", 15) == 0.75
+    assert lanes.relative_work("a", 1) == 0.5, "whatever is small"
+    assert lanes.relative_work("a", 10**9) == 2, "a limit is not a length"
+    lanes.served("a", 1)
+    assert lanes.relative_work("a", 40) == 2, "what is not known does not count as none"
     assert lanes.relative_work("a", 0) == 1, "of this request nothing is known"
     assert lanes.relative_work("b", 40) == 1, "of that lane nothing is known"
+
+
+def test_a_deadline_that_came_first_is_no_completion_and_never_makes_a_lane_look_faster() -> None:
+    lanes = pace(a=[2] * 5)
+    for _ in range(5):
+        lanes.cut("a", 0.01)
+        lanes.cut("b", 9)
+    assert lanes.service_s("a") == 2
+    assert lanes.service_s("b") is None
+    lanes.cut("a", 8)
+    assert lanes.service_s("a") == 3
 
 
 def test_what_is_older_than_a_minute_is_forgotten() -> None:
