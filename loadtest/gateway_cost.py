@@ -85,8 +85,10 @@ async def _benchmark(
                 progress(f"round {number} of {rounds}: {name}")
                 try:
                     arms[name].append(await _round(engine, name, out, quick=quick))
-                except Missing as why:
-                    missing[name] = str(why)
+                except (Missing, ServerFailed, NotServed) as why:
+                    if name in (DIRECT, cost_report.OURS):
+                        raise
+                    missing[name] = str(why).splitlines()[0]
                     progress(f"  {name} is missing: {why}")
         own = await _ourselves(engine, out, quick=quick) if "tidegate" in arms else {}
     return {name: seen for name, seen in arms.items() if seen}, missing, own

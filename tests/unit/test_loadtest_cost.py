@@ -1,0 +1,74 @@
+"""The table of the gateway-cost benchmark, and what it says of arms that could not be had."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import cost_report, gateway_cost, peers
+from loadtest.cost_report import Figures
+from loadtest.peers import PEERS, Missing, Place
+
+
+def figures(event_us: float, call_us: float = 100.0, call_p50_ms: float = 1.0) -> Figures:
+    return Figures(event_us, 2.0, call_us, call_p50_ms, 1000.0, 20.0)
+
+
+ARMS = {
+    "direct": [figures(0.0, 0.0, 0.5)],
+    "nginx": [figures(10.0)],
+    "smg": [figures(40.0)],
+    "vllm-router": [figures(30.0), figures(50.0)],
+    "tidegate": [figures(28.0), figures(32.0)],
+}
+
+
+def test_ours_is_told_by_the_better_of_the_rust_gateways_and_by_everyone() -> None:
+    event, call, _, added = cost_report.ratios(ARMS)
+    assert "0.75 x the better of the Rust gateways (smg)" in event
+    assert "3.00 x nginx" in event
+    assert "1.00 x nginx" in call
+    assert "0.50 ms longer" in added
+
+
+def test_an_arm_that_could_not_be_had_is_in_the_table_with_the_reason() -> None:
+    table = cost_report.table({"tidegate": ARMS["tidegate"]}, {"nginx": "not installed"})
+    assert "nginx: missing, not installed" in table
+    assert "30 [28, 32]" in table
+
+
+def test_without_ours_there_are_no_ratios() -> None:
+    assert cost_report.ratios({"nginx": ARMS["nginx"]}) == []
+
+
+def test_a_missing_nginx_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(Missing, match="apt-get install"):
+        PEERS["nginx"].prepare(Place(1, 2, tmp_path), print)
+
+
+def test_an_installation_that_fails_is_told_by_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "CACHE", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(Missing, match="installation failed"):
+        PEERS["smg"].prepare(Place(1, 2, tmp_path), lambda _: None)
+
+
+def test_litellms_compromised_releases_are_never_taken() -> None:
+    (line,) = [line for line in (peers.LOCKS / "litellm.txt").read_text().splitlines() if line.startswith("litellm[")]
+    assert not any(f"=={bad} " in line for bad in ("1.82.7", "1.82.8", "1.107.0"))
+
+
+def test_an_unknown_arm_is_named_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gateway_cost.main(["--arms", "apache"])
+    assert "no such arm: apache (there are: nginx" in capsys.readouterr().err
+
+
+def test_everything_is_written(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"machine": "m", "at": "2026-01-01T00:00"}
+    cost_report.write(tmp_path, about, {"nginx": []}, {"smg": "why"}, {})
+    assert json.loads((tmp_path / "cost.json").read_text())["missing"] == {"smg": "why"}
