@@ -188,6 +188,6 @@ async def test_a_bound_on_the_first_token_does_not_end_a_stream_that_has_begun(g
         status, headers = await wire.read_head(BUSY_S)
         assert status == 200
         async for piece in wire.pieces(headers, BUSY_S):
-            assert b"error" not in piece
+            assert b'"error":' not in piece
             if time.monotonic() - sent > 2.5:
                 break
