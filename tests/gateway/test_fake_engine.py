@@ -14,6 +14,8 @@ import pytest
 from tests.harness import MESSAGES, RESPONSES, FakeEngine, Metrics, body_for, chat, until
 from tests.wire import CHAT, Cut, Wire, data_of, events_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def client(fake: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:

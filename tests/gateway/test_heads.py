@@ -20,6 +20,8 @@ from tests.harness import (
 )
 from tests.wire import CHAT, Answer, Wire, data_of, events_of
 
+pytestmark = pytest.mark.slow
+
 STREAMING = pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
 ENDLESS = {"fault": "stall", "at": 0}
 SOON = {"x-request-timeout-ms": "500"}
@@ -86,7 +88,6 @@ async def test_keepalive_can_be_switched_off(gateway: Start) -> None:
     assert KEEPALIVE not in answer.body
 
 
-@pytest.mark.slow
 async def test_no_keepalive_inside_an_event(gateway: Start) -> None:
     gate = gateway(keepalive_s=0.1)
     answer = await stream(gate, {"chunk_bytes": 40, "chunk_ms": 150, "events": 1, "first_ms": 0})

@@ -12,6 +12,8 @@ from tests.gateway.conftest import Start
 from tests.harness import COMPLETIONS, MESSAGES, RESPONSES, Gateway, body_for, chat, until
 from tests.wire import CHAT, PATIENCE_S, Answer, Wire
 
+pytestmark = pytest.mark.slow
+
 TCP = {"tcp": True}
 MIB = 1024 * 1024
 AWKWARD: list[dict[str, Any]] = [
@@ -179,7 +181,6 @@ async def test_client_that_leaves_stops_the_engine(gateway: Start, leave: str, s
         await until(lambda: gate.engine.entry("l")["outcome"] == "aborted")
 
 
-@pytest.mark.slow
 async def test_stalled_reader_stops_the_engine_instead_of_filling_memory(gateway: Start) -> None:
     gate = gateway()
     size = 100 * MIB
@@ -203,7 +204,7 @@ async def test_stalled_reader_is_cut_at_its_deadline(gateway: Start) -> None:
     gate = gateway()
     script = {"tag": "s", "events": 100, "size": MIB}
     async with await gate.wire(receive_buffer=8192) as wire:
-        await wire.request(CHAT, chat(stream=True, fake=script), headers={"x-request-timeout-ms": "700"})
+        await wire.request(CHAT, chat(stream=True, fake=script), headers={"x-request-timeout-ms": "3000"})
         await until(lambda: gate.engine.entries("s") and gate.engine.entry("s")["outcome"] == "aborted")
         gate.quiet()
         assert not (await wire.answer()).whole

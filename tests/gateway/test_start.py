@@ -7,6 +7,8 @@ import pytest
 
 from tests.harness import FakeEngine, Gateway, free_port
 
+pytestmark = pytest.mark.slow
+
 
 def start_fails(words: list[str], *, environment: dict[str, str] | None = None, **settings: Any) -> str:
     """Start a gateway that must refuse; its words, of which one line must hold all `words`."""
