@@ -23,6 +23,8 @@ from tests.harness import (
 )
 from tests.wire import CHAT
 
+pytestmark = pytest.mark.slow
+
 LONG = {"first_ms": 60_000, "tag": "long"}
 ENDLESS = {"events": 2000, "gap_ms": 20, "tag": "long"}
 MS = "x-request-timeout-ms"
@@ -59,7 +61,6 @@ async def test_no_header_loosens_the_setting(gateway: Start, headers: dict[str, 
     refused(await post(gateway(deadline_s=0.3), headers), "deadline")
 
 
-@pytest.mark.slow
 async def test_sdk_timeout_counts_only_when_asked_for_and_only_without_a_stream(gateway: Start) -> None:
     header = {"x-stainless-read-timeout": "0.2"}
     slow = {"first_ms": 600}
@@ -69,7 +70,6 @@ async def test_sdk_timeout_counts_only_when_asked_for_and_only_without_a_stream(
     assert (await post(gate, header, slow, stream=True)).status_code == 200
 
 
-@pytest.mark.slow
 async def test_first_token_bound_holds_for_the_first_token_only(gateway: Start) -> None:
     gate = gateway(keepalive_s=0)
     header = {"x-slo-ttft-ms": "1000"}
@@ -79,7 +79,6 @@ async def test_first_token_bound_holds_for_the_first_token_only(gateway: Start) 
     assert (await post(gate, header, {"first_ms": 1300})).status_code == 200, "a plain call has no first token"
 
 
-@pytest.mark.slow
 async def test_first_token_bound_after_the_head_is_an_error_in_the_stream(gateway: Start) -> None:
     answer = await post(gateway(keepalive_s=0.1), {"x-slo-ttft-ms": "1500"}, stream=True)
     check_error_end(answer.content, "deadline_exceeded", CHAT)
@@ -115,7 +114,6 @@ async def test_deadline_in_the_middle_of_a_plain_body_breaks_the_connection(gate
     assert (answer.status_code, answer.whole) in ((200, False), (504, True))
 
 
-@pytest.mark.slow
 async def test_message_names_the_phase_in_which_the_time_ran_out(gateway: Start) -> None:
     gate = gateway(max_in_flight=1, max_queue=5)
     seen = gate.metrics()

@@ -13,6 +13,8 @@ from loadtest.client import Address, NotServed, Shot, closed_loop, load, open_lo
 from loadtest.outcomes import Outcome, Record
 from loadtest.workload import SHORT, Request, endless
 
+pytestmark = pytest.mark.slow
+
 HEAD: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN: Final = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 DONE: Final = b"data: [DONE]\n\n"
@@ -136,7 +138,6 @@ def test_nobody_listening_is_broken_and_not_an_exception(tmp_path: Path) -> None
     assert record.error.startswith("connect: ")
 
 
-@pytest.mark.slow
 def test_the_closed_loop_counts_what_ended_after_its_warm_up(tmp_path: Path) -> None:
     async def slowly(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
