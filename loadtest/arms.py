@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,6 +17,7 @@ from launcher.command import Model, make_plan
 from launcher.device import find
 from loadtest.client import Address
 from loadtest.processes import Child
+from tests.harness import free_port
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 MODEL: Final = "tiny"
@@ -149,7 +149,7 @@ class Stage:
     @asynccontextmanager
     async def gateway(self, engine: Server) -> AsyncIterator[Server]:
         """A fresh Tidegate in front of an engine: as in a new start, it has learned nothing yet."""
-        port = _free_port()
+        port = free_port()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIDEGATE_", "WEB_CONC"))}
         settings = {
             "TIDEGATE_MAX_IN_FLIGHT": str(SEQUENCES),
@@ -192,9 +192,3 @@ ARMS: Final[dict[str, Callable[[Stage], AbstractAsyncContextManager[Target]]]] =
     "own-limit": _own_limit,
     "tidegate": _tidegate,
 }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

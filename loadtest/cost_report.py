@@ -1,12 +1,12 @@
 """Figures of the gateway-cost benchmark: a table, JSON, and a picture."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from loadtest.peers import RUST
+from loadtest.report import aligned, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,8 @@ def table(arms: Mapping[str, Sequence[Figures]], missing: Mapping[str, str]) -> 
     lines = [["", *COLUMNS.values()]]
     for arm, runs in arms.items():
         lines.append([arm, *(_cell(arm, name, runs) for name in COLUMNS)])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    rows = [
-        "  ".join(cell.rjust(w) if c else cell.ljust(w) for c, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    ]
     gone = [f"{arm}: missing, {why}" for arm, why in missing.items()]
-    return "\n".join(["", *rows, *gone, "", *ratios(arms)])
+    return "\n".join(["", aligned(lines), *gone, "", *ratios(arms)])
 
 
 def ratios(arms: Mapping[str, Sequence[Figures]]) -> list[str]:
@@ -97,7 +92,7 @@ def write(
 ) -> None:
     """Everything, as JSON."""
     content = {**about, "arms": arms, "missing": dict(missing), "tidegate_alone": dict(own)}
-    (folder / "cost.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_json(folder / "cost.json", content)
 
 
 def draw(file: Path, arms: Mapping[str, Sequence[Figures]], about: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ def facts(argv: Sequence[str], module: str = "loadtest.overload") -> dict[str, A
 def write_run(file: Path, about: Mapping[str, Any], metrics: Metrics, records: Sequence[Record]) -> None:
     """One run with everything that its client saw."""
     rows = [asdict(record) | {"outcome": record.outcome} for record in records]
-    _write(file, {**about, "metrics": metrics, "records": rows})
+    write_json(file, {**about, "metrics": metrics, "records": rows})
 
 
 def write_summary(file: Path, about: Mapping[str, Any], runs: Mapping[str, Sequence[Metrics]]) -> None:
@@ -93,7 +93,7 @@ def write_summary(file: Path, about: Mapping[str, Any], runs: Mapping[str, Seque
     arms = {
         arm: {name: asdict(found) for name in done[0] if (found := spread(done, name))} for arm, done in runs.items()
     }
-    _write(file, {**about, "arms": arms, "runs": runs})
+    write_json(file, {**about, "arms": arms, "runs": runs})
 
 
 def table(runs: Mapping[str, Sequence[Metrics]]) -> str:
@@ -105,6 +105,11 @@ def table(runs: Mapping[str, Sequence[Metrics]]) -> str:
         if any(cell and cell.high for cell in found.values()):
             ratios = [_ratio(found[OURS], found[arm]) if row.ratio else "" for arm in against]
             lines.append([row.label, *(_cell(row, cell) for cell in found.values()), *ratios])
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns of equal width, the first to the left and the others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
@@ -137,7 +142,7 @@ def _ratio(ours: Spread | None, other: Spread | None) -> str:
     return f"{ours.mean / other.mean:.2f}" if ours and other and other.mean else "-"
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Whole or not at all, so that an interrupted experiment leaves only files that can be read."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
