@@ -1,10 +1,10 @@
 """One request while it is here: its identity, its clock, what ends it early, and what has been sent to its client."""
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from starlette.types import Receive, Scope, Send
@@ -23,6 +23,7 @@ DISCARD_BYTES: Final = 16 * 1024 * 1024
 DISCARD_S: Final = 5.0
 CLOSE: Final = "tidegate.close"  # our server puts the ways to end a connection into the scope
 ABORT: Final = "tidegate.abort"
+WRITE: Final = "tidegate.write"  # and one to write a piece of a chunked body; false: the client has to catch up
 NO_LANE: Final = "-"  # the label of a request that ended before its lane was known
 
 
@@ -56,6 +57,7 @@ class Call:
         self.head_at: float | None = None  # when the head went to the client
         self.relay: Relay | None = None  # once the engine has answered
         self.body_read = False
+        self._write: Callable[[bytes], bool] | None = scope.get(WRITE)
         self._finished = False
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -63,7 +65,7 @@ class Call:
 
     # what ends a call early
 
-    @contextmanager
+    @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """While inside, `interrupt` raises its cause at the point where the call waits."""
         self._task = asyncio.current_task()
@@ -125,6 +127,21 @@ class Call:
         self.sent_bytes += len(data)
         await self.raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` may be used for a body without a length; another server than ours has `send` alone."""
+        return self._write is not None
+
+    def push(self, data: bytes) -> bool:
+        """Send a piece of the body without waiting; false when the client has to catch up first, see `drain`."""
+        assert self._write is not None
+        self.sent_bytes += len(data)
+        return self._write(data)
+
+    async def drain(self) -> None:
+        """Wait until the client has taken most of what was sent; at once where it has."""
+        await self.raw_send({"type": "http.response.body", "body": b"", "more_body": True})
+
     async def finish(self) -> None:
         """Send the end of the body."""
         self._finished = True
@@ -157,15 +174,14 @@ class Call:
         if b"expect" in self.headers:
             return False  # the client waits for a go-ahead and may or may not send now
         seen = 0
-        try:
-            async with asyncio.timeout(DISCARD_S):
-                while seen <= DISCARD_BYTES:
-                    message = await self.receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        return True
-                    seen += len(message.get("body", b""))
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError, Refused), self.interruptible():  # too slow, or the drain is over
+            self._cause = None  # whatever ended the call; this is about its end
+            self.arm(self._loop.time() + DISCARD_S, TimeoutError)
+            while seen <= DISCARD_BYTES:
+                message = await self.receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return True
+                seen += len(message.get("body", b""))
         return False
 
     def log_fields(self, now: float) -> dict[str, object]:

@@ -47,8 +47,18 @@ class EngineStream(httpx.AsyncByteStream):
         """
         return await self._connection.read()
 
+    async def pump(self, sink: Callable[[bytes], bool]) -> bool:
+        """Hand what comes to `sink` in the moment in which it comes; true at the end, false after `poke`.
+
+        Also false once `sink` has returned false: no more then, until the next call. It must not raise.
+
+        Raises:
+            httpx.RemoteProtocolError: the engine broke off before the end of its answer.
+        """
+        return await self._connection.pump(sink)
+
     def poke(self) -> None:
-        """Make a waiting `read` return."""
+        """Make a waiting `read` or `pump` return."""
         self._connection.wake(poked=True)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -78,6 +88,7 @@ class EngineConnection(asyncio.Protocol):
         self._lost = False
         self._writable = True
         self._on_sent: Callable[[], None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
         self.idle_since = 0.0
         self._begin()
 
@@ -132,14 +143,35 @@ class EngineConnection(asyncio.Protocol):
     async def read(self) -> bytes | None:
         """See `EngineStream.read`."""
         while not self._parts:
-            if self._complete:
+            if self._over():
                 return b""
-            if self._failure is not None:
-                raise httpx.RemoteProtocolError(self._failure)
             if self._poked:
                 self._poked = False
                 return None
             await self._wait()
+        return self._take_parts()
+
+    async def pump(self, sink: Callable[[bytes], bool]) -> bool:
+        """See `EngineStream.pump`."""
+        if self._parts and not sink(self._take_parts()):
+            return False
+        self._sink = sink
+        try:
+            while not self._over():
+                if self._poked:
+                    self._poked = False
+                    return False
+                await self._wait()
+        finally:
+            self._sink = None
+        return True
+
+    def _over(self) -> bool:
+        if self._failure is not None and not self._complete:
+            raise httpx.RemoteProtocolError(self._failure)
+        return self._complete
+
+    def _take_parts(self) -> bytes:
         parts = self._parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
@@ -206,7 +238,9 @@ class EngineConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail("the engine did not answer in HTTP")
-            return self.abort()
+            self.abort()
+        if self._sink is not None:
+            return self._push()
         if self.status is None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -216,6 +250,13 @@ class EngineConnection(asyncio.Protocol):
             self._reading = False
             self._wire.pause_reading()
         self.wake()
+
+    def _push(self) -> None:
+        assert self._sink is not None
+        if self._parts and not self._sink(self._take_parts()):
+            self.wake(poked=True)
+        elif self._complete:
+            self.wake()
 
     def eof_received(self) -> None:
         """Called by asyncio when the engine closes; its answer ends here if nothing else says where it ends."""

@@ -8,10 +8,11 @@ A request can fail at each station of its way, in this order:
 status, the error object and the retry headers follow from the row.
 """
 
-import json
 import random
 from dataclasses import dataclass
 from typing import Final
+
+from pydantic_core import to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Refused(Exception):
     def body(self, *, anthropic: bool) -> bytes:
         """The error object; on Anthropic's routes with its `"type": "error"` at the top."""
         error = {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}
-        return json.dumps({"type": "error", "error": error} if anthropic else {"error": error}).encode()
+        return to_json({"type": "error", "error": error} if anthropic else {"error": error})
 
     def frame(self, *, anthropic: bool) -> bytes:
         """The same as the end of an event stream whose head is already out."""

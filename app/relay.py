@@ -31,6 +31,7 @@ class Relay:
         self._status = response.status_code
         self._stream = response.stream
         self._headers = to_client(response.headers.raw, response.headers.get("connection", "").encode())
+        self._has_length = any(name == b"content-length" for name, _ in self._headers)
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = keepalive_s
         self._activity = activity
@@ -108,11 +109,13 @@ class Relay:
         call.arm(call.deadline.at)
 
     async def _pass_events(self) -> None:
-        while (data := await self._stream.read()) != b"":
-            if data is None:
+        if self._call.can_push and not self._has_length:
+            while not await self._stream.pump(self._push):
+                await self._call.drain()
                 await self._keep_alive()
-            else:
-                await self._pass(data)
+        else:
+            while (data := await self._stream.read()) != b"":
+                await (self._keep_alive() if data is None else self._pass(data))
         if not self.tail.whole:
             raise httpx.RemoteProtocolError("the engine ended the stream without its end mark")
 
@@ -121,11 +124,20 @@ class Relay:
         self.tail.feed(data)
         await self._call.send(data)
 
+    def _push(self, data: bytes) -> bool:
+        self._activity.last_bytes_at = self._last_sent_at = self._loop.time()
+        self.tail.feed(data)
+        return self._call.push(data)
+
     def _beat(self, at: float) -> None:
+        if self._pulse is not None:
+            self._pulse.cancel()
         self._pulse = self._loop.call_at(at, self._stream.poke)
 
     async def _keep_alive(self) -> None:
         """Send a comment if the stream has been silent for long enough; look again when it may have been."""
+        if self._pulse is None:
+            return
         now = self._loop.time()
         if now >= self._last_sent_at + self._keepalive_s:
             if self.tail.between_events:

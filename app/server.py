@@ -10,13 +10,12 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.call import ABORT, CLOSE
+from app.connection import LINGER_S, ClientConnection
 from app.gateway import Gateway
 from app.main import create_app, create_ops_app
 from app.settings import Settings
@@ -25,7 +24,6 @@ from app.status import EngineStatus
 DRAINED: Final = 0
 CUT: Final = 3
 KEEP_ALIVE_S: Final = 75  # longer than load balancers keep theirs, so that they close first
-LINGER_S: Final = 5.0  # for a client to take what has been written before its connection is closed hard
 BACKLOG: Final = 2048
 
 log = logging.getLogger("tidegate.server")
@@ -33,20 +31,6 @@ log = logging.getLogger("tidegate.server")
 
 class PortTaken(Exception):
     """A listener cannot be opened; the text says which and what to do."""
-
-
-class _Protocol(HttpToolsProtocol):
-    """Puts the ways to end a connection into the scope: an ASGI application has none by itself."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        scope: Any = self.scope
-        scope[CLOSE] = self._close
-        scope[ABORT] = self._close
-
-    def _close(self) -> None:
-        self.transport.close()  # what has been written still goes out
-        self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 class _Server(uvicorn.Server):
@@ -130,7 +114,7 @@ class GatewayServer:
 def _server(app: FastAPI) -> _Server:
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=ClientConnection,
         ws="none",
         loop="none",
         lifespan="on",

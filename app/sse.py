@@ -10,7 +10,8 @@ from typing import Any, Final
 from app.routes import Family
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
-KEPT_BYTES: Final = 512  # of the end of a stream: more than the longest end mark with an error before it
+LOOKED_AT_TOGETHER: Final = 32  # reads
+KEPT_BYTES: Final = 4096  # of the end of a stream: an end mark with an error before it fits in
 
 _BOUNDARY: Final = re.compile(rb"\r?\n\r?\n|\r\r")
 _PREAMBLE: Final = ("response.created", "response.in_progress")
@@ -43,18 +44,20 @@ class FirstEvent:
         Raises:
             EngineErrorEvent: the first event is an error.
         """
-        if (
-            b"\n" not in data and b"\r" not in data
-        ):  # no event can end here: a large one is not searched again and again
+        if b"\n" not in data and b"\r" not in data:  # no end in it: a large event is not searched again and again
             self._open += data
             return False
-        *events, self._open = _BOUNDARY.split(self._open + data)
-        for event in events:
-            lines = [line for line in event.splitlines() if line and not line.startswith(b":")]
+        data, begin = self._open + data, 0
+        end = _BOUNDARY.search(data, max(0, len(self._open) - 3))  # a boundary may be cut in two
+        while end:
+            lines = [line for line in data[begin : end.start()].splitlines() if line and not line.startswith(b":")]
             payload = b"\n".join(line[5:].lstrip() for line in lines if line.startswith(b"data:"))
             if lines and not self._is_preamble(lines, payload):
                 _raise_error_event(payload)
                 return True
+            begin = end.end()
+            end = _BOUNDARY.search(data, begin)
+        self._open = data[begin:]
         return False
 
     def _is_preamble(self, lines: list[bytes], payload: bytes) -> bool:
@@ -69,25 +72,46 @@ class Tail:
 
     def __init__(self, family: Family) -> None:
         self._family = family
+        self._new: list[bytes] = []  # relayed and not looked at yet
         self._kept = b"\n\n"  # as if an event had just ended
         self._ended = False
-        self.events = 0
-        self.failed = False  # whether the engine itself has put an error into the stream
+        self._events = 0
 
     def feed(self, data: bytes) -> None:
-        """Take in what is relayed. The cost is per read, not per event."""
-        window = self._kept[-5:] + data
-        self.events += window.count(b"\ndata:") + window.count(b"\rdata:")
-        joined = self._kept + data
-        if b'"error"' in joined:
-            self.failed = self.failed or _ERROR.search(joined) is not None
+        """Take in what is relayed. It is looked at many reads at a time, which is what makes an event cheap."""
+        self._new.append(data)
+        if len(self._new) >= LOOKED_AT_TOGETHER or len(data) > KEPT_BYTES:
+            self._look()
+
+    def _look(self) -> None:
+        if not self._new:
+            return
+        joined = b"".join([self._kept, *self._new])
+        self._new.clear()
+        before = max(0, len(self._kept) - 5)  # what a mark may have begun in
+        self._events += joined.count(b"\ndata:", before)
+        if b"\r" in joined:
+            self._events += joined.count(b"\rdata:", before)
         if self._family is Family.RESPONSES:
             self._ended = self._ended or _RESPONSES_END.search(joined) is not None
         self._kept = joined[-KEPT_BYTES:]
 
     @property
+    def events(self) -> int:
+        """How many events there were."""
+        self._look()
+        return self._events
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine itself has put an error at the end of the stream."""
+        self._look()
+        return _ERROR.search(self._kept) is not None
+
+    @property
     def between_events(self) -> bool:
         """Whether something may be put in here."""
+        self._look()
         return self._kept.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
     @property
@@ -102,6 +126,7 @@ class Tail:
     @property
     def reported_output(self) -> int | None:
         """Output tokens by the usage at the end of a plain answer, where it says so."""
+        self._look()
         found = _OUTPUT_TOKENS.findall(self._kept)
         return int(found[-1]) if found else None
 
