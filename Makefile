@@ -27,7 +27,7 @@ overload: ## more requests than the engine can take: vLLM alone, with its own li
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.overload $(ARGS)
 
 bench: ## what the gateway costs for each event and call, beside nginx and other gateways [ARGS=--help]
-	@bash scripts/setup.sh gateway loadtest && exec $(BIN)/python -m loadtest.gateway_cost $(ARGS)
+	@bash scripts/setup.sh gateway engine loadtest && exec $(BIN)/python -m loadtest.gateway_cost $(ARGS)
 
 format: ## format the code and sort its imports
 	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .

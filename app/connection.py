@@ -36,8 +36,7 @@ class ClientConnection(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _write(self, data: bytes) -> bool:
-        if not self.transport.is_closing():
-            self._writes.write_now(b"%x\r\n%b\r\n" % (len(data), data))
+        self._writes.write_now(b"%x\r\n%b\r\n" % (len(data), data))
         return not self.flow.write_paused
 
 
@@ -48,6 +47,8 @@ class JoinedWrites:
         self._transport = transport
         self._loop = loop
         self._held = b""
+        self._write = transport.write
+        self._is_closing = transport.is_closing
         for name in ("abort", "get_extra_info", "is_closing", "pause_reading", "resume_reading", "set_protocol"):
             setattr(self, name, getattr(transport, name))
 
@@ -65,7 +66,8 @@ class JoinedWrites:
         """Send it after what is held, without waiting for the end of the turn."""
         if self._held:
             self._flush()
-        self._transport.write(data)
+        if not self._is_closing():
+            self._write(data)
 
     def close(self) -> None:
         """Close once all that was written is sent."""
@@ -74,5 +76,5 @@ class JoinedWrites:
 
     def _flush(self) -> None:
         held, self._held = self._held, b""
-        if held and not self._transport.is_closing():
-            self._transport.write(held)
+        if held and not self._is_closing():
+            self._write(held)

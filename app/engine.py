@@ -240,7 +240,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail("the engine did not answer in HTTP")
             self.abort()
         if self._sink is not None:
-            return self._push()
+            return self._push(self._sink)
         if self.status is None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -251,11 +251,15 @@ class EngineConnection(asyncio.Protocol):
             self._wire.pause_reading()
         self.wake()
 
-    def _push(self) -> None:
-        assert self._sink is not None
-        if self._parts and not self._sink(self._take_parts()):
-            self.wake(poked=True)
-        elif self._complete:
+    def _push(self, sink: Callable[[bytes], bool]) -> None:
+        parts = self._parts
+        if parts:
+            self._unread = 0
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            if not sink(data):
+                return self.wake(poked=True)
+        if self._complete:
             self.wake()
 
     def eof_received(self) -> None:

@@ -1,6 +1,7 @@
 """From the engine's answer to the client's: when a head goes out, bytes as they come, an end that nobody can miss."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 import httpx
@@ -110,7 +111,8 @@ class Relay:
 
     async def _pass_events(self) -> None:
         if self._call.can_push and not self._has_length:
-            while not await self._stream.pump(self._push):
+            push = self._pusher()
+            while not await self._stream.pump(push):
                 await self._call.drain()
                 await self._keep_alive()
         else:
@@ -124,10 +126,16 @@ class Relay:
         self.tail.feed(data)
         await self._call.send(data)
 
-    def _push(self, data: bytes) -> bool:
-        self._activity.last_bytes_at = self._last_sent_at = self._loop.time()
-        self.tail.feed(data)
-        return self._call.push(data)
+    def _pusher(self) -> Callable[[bytes], bool]:
+        """What is called for each event, and for little else: names are looked up here once instead."""
+        activity, time, feed, send = self._activity, self._loop.time, self.tail.feed, self._call.push
+
+        def push(data: bytes) -> bool:
+            activity.last_bytes_at = self._last_sent_at = time()
+            feed(data)
+            return send(data)
+
+        return push
 
     def _beat(self, at: float) -> None:
         if self._pulse is not None:

@@ -5,6 +5,7 @@ uvicorn by itself closes its listeners at the first signal and ends by re-raisin
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -67,6 +68,8 @@ class GatewayServer:
 
     async def run(self) -> int:
         """Serve until told to stop and drained; `DRAINED`, or `CUT` if requests were still there at the end."""
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: looking through it for garbage would hold up every stream
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)

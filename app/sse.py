@@ -12,6 +12,7 @@ from app.routes import Family
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 LOOKED_AT_TOGETHER: Final = 32  # reads
 KEPT_BYTES: Final = 4096  # of the end of a stream: an end mark with an error before it fits in
+END_BYTES: Final = 512  # an end mark fits in
 
 _BOUNDARY: Final = re.compile(rb"\r?\n\r?\n|\r\r")
 _PREAMBLE: Final = ("response.created", "response.in_progress")
@@ -106,7 +107,7 @@ class Tail:
     def failed(self) -> bool:
         """Whether the engine itself has put an error at the end of the stream."""
         self._look()
-        return _ERROR.search(self._kept) is not None
+        return b'"error"' in self._kept and _ERROR.search(self._kept) is not None
 
     @property
     def between_events(self) -> bool:
@@ -121,7 +122,7 @@ class Tail:
             return False
         if self._family is Family.RESPONSES:
             return self._ended
-        return (_MESSAGES_END if self._family is Family.MESSAGES else _DONE).search(self._kept) is not None
+        return (_MESSAGES_END if self._family is Family.MESSAGES else _DONE).search(self._kept[-END_BYTES:]) is not None
 
     @property
     def reported_output(self) -> int | None:

@@ -18,7 +18,8 @@ from typing import Final
 
 import uvloop
 
-from loadtest import cost_report, traffic
+from launcher.model import ModelFailed
+from loadtest import cost_report, through_vllm, traffic
 from loadtest.client import Address, NotServed
 from loadtest.cost_report import Figures
 from loadtest.outcomes import percentile
@@ -39,8 +40,9 @@ IN_FLIGHT: Final = 32
 CALLS: Final = 2000
 FEW_CALLS: Final = 200  # for an arm that takes tens of milliseconds for one
 SLOW_S: Final = 0.01
-REFUSALS: Final = 2000
+REFUSALS: Final = 4000
 REFUSALS_A_SECOND: Final = 1000
+STORM_S: Final = 3  # within the time that the streams take
 MANY_STREAMS: Final = 500
 MANY_CALLS: Final = 100_000
 KILO: Final = 1024
@@ -52,11 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(given)
     out: Path = arguments.out or Path("reports", "cost", datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
     out.mkdir(parents=True, exist_ok=True)
+    out = out.resolve()
     about = facts(given, "loadtest.gateway_cost") | {"rounds": arguments.rounds}
     try:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         arms, missing, own = runner.run(_benchmark(arguments.arms, arguments.rounds, out, quick=arguments.quick))
-    except (ServerFailed, NotServed) as error:
+    except (ServerFailed, NotServed, ModelFailed) as error:
         progress(f"gateway_cost: {error}")
         return 1
     except KeyboardInterrupt:
@@ -91,6 +94,11 @@ async def _benchmark(
                     missing[name] = str(why).splitlines()[0]
                     progress(f"  {name} is missing: {why}")
         own = await _ourselves(engine, out, quick=quick) if "tidegate" in arms else {}
+    if own and not quick:
+        try:
+            own |= await through_vllm.measure(rounds, out)
+        except Missing as why:
+            missing["real vLLM"] = str(why)
     return {name: seen for name, seen in arms.items() if seen}, missing, own
 
 
@@ -136,6 +144,8 @@ async def _measure(engine: FakeEngine, address: Address, cpu_s: Callable[[], flo
     plain = await traffic.calls(address, FEW_CALLS if slow or quick else CALLS, IN_FLIGHT)
     plain_cpu = cpu_s() - before
 
+    alone = await traffic.calls(address, FEW_CALLS, 1)
+
     engine.defaults(**EVENTS)
     before = cpu_s()
     streamed = await traffic.streams(address, STREAMS // 5 if slow or quick else STREAMS)
@@ -149,7 +159,7 @@ async def _measure(engine: FakeEngine, address: Address, cpu_s: Callable[[], flo
         event_us=1e6 * streamed_cpu / streamed.events,
         coalesced_us=1e6 * coalesced_cpu / coalesced.events,
         call_us=1e6 * plain_cpu / len(plain.latencies),
-        call_p50_ms=1e3 * statistics.median(plain.latencies),
+        call_p50_ms=1e3 * statistics.median(alone.latencies),
         calls_s=len(plain.latencies) / plain.took_s,
         gap_p99_ms=1e3 * (percentile(streamed.gaps, 0.99) or 0.0),
     )
@@ -184,22 +194,22 @@ async def _refusals(engine: FakeEngine, child: Child, address: Address) -> dict[
     quiet = await traffic.streams(address, STREAMS)
     busy = asyncio.create_task(traffic.streams(address, STREAMS))
     await asyncio.sleep(0.5)  # every slot is taken
-    over = asyncio.Event()
-    refusing = asyncio.create_task(traffic.paced_calls(address, REFUSALS_A_SECOND, over))
-    beside = await busy
-    over.set()
-    await refusing
+    storm = traffic.refusals(address, REFUSALS_A_SECOND * STORM_S, STREAMS, REFUSALS_A_SECOND)
+    beside, _ = await asyncio.gather(busy, storm)
 
     engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)  # streams that only hold their slots
     holding = asyncio.create_task(traffic.streams(address, STREAMS))
     await asyncio.sleep(0.5)
     before = child.cpu_s()
-    refused = await traffic.calls(address, REFUSALS, IN_FLIGHT, status=503)
-    spent = child.cpu_s() - before
+    await traffic.refusals(address, REFUSALS, IN_FLIGHT)
+    kept = child.cpu_s() - before
+    await traffic.calls(address, REFUSALS, IN_FLIGHT, status=503)
+    fresh = child.cpu_s() - before - kept
     holding.cancel()
     await asyncio.gather(holding, return_exceptions=True)
     return {
-        "refusal_us": 1e6 * spent / len(refused.latencies),
+        "refusal_us": 1e6 * kept / REFUSALS,
+        "refusal_connection_us": 1e6 * fresh / REFUSALS,
         "gap_p99_quiet_ms": 1e3 * (percentile(quiet.gaps, 0.99) or 0.0),
         "gap_p99_refusing_ms": 1e3 * (percentile(beside.gaps, 0.99) or 0.0),
     }

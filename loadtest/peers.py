@@ -10,10 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tests.harness import free_port
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 LOCKS: Final = ROOT / "requirements" / "peers"
@@ -120,18 +122,21 @@ def _nginx(place: Place, tell: Callable[[str], None]) -> Launch:
     return Launch([command, "-e", "stderr", "-p", str(place.folder), "-c", str(file)], _clean())
 
 
-def _smg(place: Place, tell: Callable[[str], None]) -> Launch:
-    bin_ = environment("smg", tell)
+def _rust(command: Sequence[str], place: Place, log_level: str) -> Launch:
+    """smg and vllm-router have one ancestor, and its flags."""
     engine = f"http://127.0.0.1:{place.engine}"
-    argv = [str(bin_ / "smg"), "launch", "--worker-urls", engine, "--host", "127.0.0.1", "--port", str(place.port)]
-    return Launch([*argv, "--policy", "round_robin", "--log-level", "warn"], _clean())
+    where = ["--host", "127.0.0.1", "--port", str(place.port), "--prometheus-host", "127.0.0.1"]
+    metrics = ["--prometheus-port", str(free_port())]
+    policy = ["--policy", "round_robin", "--log-level", log_level]
+    return Launch([*command, "--worker-urls", engine, *where, *metrics, *policy], _clean())
+
+
+def _smg(place: Place, tell: Callable[[str], None]) -> Launch:
+    return _rust([str(environment("smg", tell) / "smg"), "launch"], place, "warn")
 
 
 def _vllm_router(place: Place, tell: Callable[[str], None]) -> Launch:
-    bin_ = environment("vllm-router", tell)
-    engine = f"http://127.0.0.1:{place.engine}"
-    argv = [str(bin_ / "vllm-router"), "--worker-urls", engine, "--host", "127.0.0.1", "--port", str(place.port)]
-    return Launch([*argv, "--policy", "round_robin", "--log-level", "warn"], _clean())
+    return _rust([str(environment("vllm-router", tell) / "vllm-router")], place, "warning")
 
 
 def _litellm(place: Place, tell: Callable[[str], None]) -> Launch:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from loadtest.peers import MODEL
 from loadtest.workload import SHORT, Request
 
 WAIT_S: Final = 120.0  # for all of one load
+CONTENT_LENGTH: Final = re.compile(rb"(?i)\r\ncontent-length: (\d+)")
 
 
 class Timed(Exchange):
@@ -91,22 +93,34 @@ async def calls(address: Address, total: int, in_flight: int, status: int = 200)
     return Seen(time.monotonic() - start, latencies=[_took(exchange) for exchange in exchanges])
 
 
-async def paced_calls(address: Address, rate: float, until: asyncio.Event) -> int:
-    """So many calls a second, whatever becomes of them, until told to end; how many there were."""
-    start = time.monotonic()
-    one = shot(stream=False)
-    tasks: set[asyncio.Task[None]] = set()
-    sent = 0
-    while not until.is_set():
-        while sent < (time.monotonic() - start) * rate:
-            task = asyncio.create_task(Exchange(one, start).run(address))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            sent += 1
-        await asyncio.sleep(0.005)
-    if tasks:
-        await asyncio.wait(tasks, timeout=WAIT_S)
-    return sent
+async def refusals(address: Address, total: int, connections: int, a_second: float = 0.0) -> None:
+    """So many plain calls, each refused, over connections that are kept; as fast as they go unless told a rate.
+
+    Raises:
+        NotServed: one of them was not refused.
+    """
+    payload = shot(stream=False).payload
+    start, sent = time.monotonic(), 0
+
+    async def work() -> None:
+        nonlocal sent
+        reader, writer = await asyncio.open_connection("127.0.0.1", address.port)
+        try:
+            while sent < total:
+                sent += 1
+                if a_second:
+                    await asyncio.sleep(start + sent / a_second - time.monotonic())
+                writer.write(payload)
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = CONTENT_LENGTH.search(head)
+                if b" 503 " not in head or not length:
+                    raise NotServed(f"not refused: {head.partition(bytes([13]))[0].decode()}")
+                await reader.readexactly(int(length[1]))
+        finally:
+            writer.close()
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*(work() for _ in range(connections)))
 
 
 def _took(exchange: Exchange) -> float:
