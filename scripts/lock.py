@@ -31,6 +31,7 @@ LOCKS: dict[str, list[str]] = {
     "dev": ["pyproject.toml", "--extra=dev"],
     "loadtest": ["pyproject.toml", "--extra=loadtest"],
     # Each in an environment of its own.
+    "checkov": ["requirements/checkov.in"],
     **{f"peers/{name}": [f"requirements/peers/{name}.in"] for name in ("litellm", "relay", "smg", "vllm-router")},
 }
 CONSTRAINTS: dict[str, list[str]] = {

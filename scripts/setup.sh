@@ -5,6 +5,7 @@
 #   gateway    the gateway and launcher, and the commands `tidegate` and uv
 #   engine     vLLM: the CUDA build where an NVIDIA GPU is present, else the CPU build
 #   dev        what the checks and the Python tests need
+#   checkov    the policy check of the manifests, in an environment of its own
 #   loadtest   what the load tests need
 #   node       what the Node tests need, Node.js itself too where there is none
 #
@@ -110,7 +111,10 @@ packages_are_there() {
 
 installed() { # is this part installed, as its pinned file says today?
   [ -e "$STATE/$1" ] && [ "$(cat "$STATE/$1")" = "$(fingerprint "$1")" ] || return 1
-  [ "$1" != node ] || [ -e "$NODE_MODULES/.package-lock.json" ]
+  case $1 in
+    checkov) [ -x "$VENV/checkov/bin/checkov" ] ;;
+    node) [ -e "$NODE_MODULES/.package-lock.json" ] ;;
+  esac
 }
 
 engine_kind() {
@@ -201,10 +205,17 @@ install_node() {
   PATH=$VENV/bin:$PATH step "Node packages" npm ci --prefix tests/node --no-audit --no-fund --loglevel=error
 }
 
+install_checkov() {
+  rm -rf "$VENV/checkov"
+  "$PY" -Im venv --without-pip "$VENV/checkov"
+  step "checkov" "$VENV/bin/uv" pip install --quiet --python "$VENV/checkov/bin/python" --no-deps -r requirements/checkov.txt
+}
+
 install_part() {
   case $1 in
     gateway) install_gateway ;;
     engine) install_engine ;;
+    checkov) install_checkov ;;
     node) install_node ;;
     *) step "$1" uv_install --no-deps -r "requirements/$1.txt" ;;
   esac
@@ -212,11 +223,11 @@ install_part() {
 
 # --- main -----------------------------------------------------------------------------------------------------------
 
-[ $# -gt 0 ] || die "which parts? gateway, engine, dev, loadtest, node"
+[ $# -gt 0 ] || die "which parts? gateway, engine, dev, checkov, loadtest, node"
 for part in "$@"; do
   case $part in
-    gateway | engine | dev | loadtest | node) ;;
-    *) die "no part is called $part: gateway, engine, dev, loadtest, node" ;;
+    gateway | engine | dev | checkov | loadtest | node) ;;
+    *) die "no part is called $part: gateway, engine, dev, checkov, loadtest, node" ;;
   esac
 done
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV CONDA_PREFIX
