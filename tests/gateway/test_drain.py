@@ -69,6 +69,18 @@ async def test_what_runs_ends_whole_and_newcomers_are_told(gateway: Start, strea
     assert gate.engine.entry("slow")["outcome"] == "finished"
 
 
+async def test_a_retry_on_a_kept_connection_does_not_meet_the_draining_instance_again(gateway: Start) -> None:
+    gate = gateway(fresh=True, max_in_flight=2)
+    async with occupied(gate), await gate.wire() as kept:
+        await kept.request(CHAT, chat())
+        assert (await kept.answer()).status_code == 200
+        gate.signal(TERM)
+        await until(lambda: gate.get("/readyz").status_code == 503)
+        await kept.request(CHAT, chat())
+        refused(await kept.answer(), "draining")
+        assert await kept.reader.read() == b"", "the connection ends with the refusal"
+
+
 async def test_what_waits_and_what_uploads_may_finish_too(gateway: Start) -> None:
     gate = gateway(fresh=True, max_in_flight=1, max_queue=5)
     data = b'{"model": "m", "messages": [], "max_tokens": 1}'
