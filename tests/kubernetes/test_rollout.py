@@ -12,7 +12,7 @@ import pytest
 from tests.harness import chat, refused
 from tests.kubernetes.acting import ActedPod, Service, repeat
 from tests.kubernetes.manifests import parse, pods, rendered
-from tests.wire import CHAT
+from tests.wire import CHAT, Json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -48,7 +48,7 @@ async def on_a_fresh_connection(service: Service) -> str:
     return "whole" if answer.text.endswith("data: [DONE]\n\n") else answer.headers.get("x-tidegate-reason", "cut")
 
 
-async def with_the_sdk(client: openai.AsyncOpenAI, fake: dict[str, object]) -> str:
+async def with_the_sdk(client: openai.AsyncOpenAI, fake: Json) -> str:
     """As most programs do it: connections are kept, and the SDK tries again."""
     try:
         stream = await client.chat.completions.create(
@@ -66,11 +66,7 @@ async def with_the_sdk(client: openai.AsyncOpenAI, fake: dict[str, object]) -> s
 async def load(service: Service, outcomes: dict[str, list[str]]) -> AsyncIterator[openai.AsyncOpenAI]:
     """Both kinds of clients at work for the duration of the block; yields an SDK client of its own."""
     over = asyncio.Event()
-    async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{service.port}/v1",
-        api_key="none",
-        http_client=httpx.AsyncClient(trust_env=False, verify=False),
-    ) as client:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{service.port}/v1", api_key="none") as client:
         tasks = [
             asyncio.create_task(repeat(lambda: on_a_fresh_connection(service), over, outcomes["fresh"]))
             for _ in range(CLIENTS)
