@@ -1,4 +1,4 @@
-"""A Dockerfile's steps, run on this machine as far as that goes: every RUN and COPY, with absolute paths below a folder.
+"""A Dockerfile's steps, run on this machine as far as that goes: each RUN and COPY, with absolute paths below a folder.
 
 What stands in for the base image is the Python that runs this; steps of the system's package manager are left out.
 Needs the package registry, as `make setup` does.

@@ -4,6 +4,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.harness import ROOT, Child, FakeEngine, free_port, wait_until
@@ -53,19 +54,10 @@ def test_build_steps_give_a_gateway_that_serves(tmp_path: Path) -> None:
             wait_until(lambda: image.is_healthy(**settings) or not child.running, "health")
             assert child.running, child.log
             assert not image.is_healthy(**settings | {"TIDEGATE_OPS_PORT": str(free_port())})
-            request = [
-                "curl",
-                "-sS",
-                "-m",
-                "20",
-                "--retry",
-                "20",
-                "--retry-all-errors",
-                f"http://127.0.0.1:{port}{CHAT}",
-            ]
-            body = ["-H", "content-type: application/json", "-d", '{"model": "m", "messages": [], "max_tokens": 2}']
-            answer = subprocess.run([*request, *body], capture_output=True, text=True, timeout=60)
-            assert '"finish_reason"' in answer.stdout, answer.stdout + answer.stderr + child.log
+            wait_until(lambda: httpx.get(f"http://127.0.0.1:{ops}/readyz", trust_env=False).is_success, "readiness")
+            body = {"model": "m", "messages": [], "max_tokens": 2}
+            answer = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=body, trust_env=False)
+            assert answer.json()["choices"][0]["finish_reason"], child.log
             child.signal(signal.SIGTERM)
             assert child.exit_code() == 0
     assert image.files() == before, "it wrote to its root file system"
