@@ -1,0 +1,36 @@
+"""Write k8s/monitoring/prometheusrule.yaml: the rules of rules.yaml as the object that the Prometheus operator takes.
+
+Usage: python scripts/prometheusrule.py
+
+kustomize can't put one file into a field of another, and Prometheus's own tools read rules.yaml alone.
+"""
+
+import textwrap
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "k8s" / "monitoring"
+HEAD = """\
+# Made from rules.yaml by scripts/prometheusrule.py.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: tidegate
+  labels:
+    app.kubernetes.io/name: tidegate
+spec:
+"""
+
+
+def as_object(rules: str) -> str:
+    """The object that holds a rule file."""
+    body = "".join(line for line in rules.splitlines(keepends=True) if not line.startswith("#"))
+    return HEAD + textwrap.indent(body, "  ")
+
+
+def main() -> None:
+    """Write the file."""
+    (FOLDER / "prometheusrule.yaml").write_text(as_object((FOLDER / "rules.yaml").read_text()))
+
+
+if __name__ == "__main__":
+    main()
