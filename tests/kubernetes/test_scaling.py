@@ -3,11 +3,17 @@
 import asyncio
 
 from tests.gateway.conftest import start
-from tests.harness import ONE_LANE, chat, gather_quietly, queued, until
+from tests.harness import ONE_LANE, ROOT, chat, gather_quietly, queued, until
 from tests.kubernetes.scaling import trigger, value, wanted_pods
 from tests.wire import CHAT
 
 SLOTS = 4
+
+
+def test_the_guide_shows_the_query_that_is_shipped() -> None:
+    shown = trigger()["query"].replace('namespace="tidegate", ', "").replace('{namespace="tidegate"}', "")
+    guide = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert "".join(shown.split()) in "".join(guide.split())
 
 
 async def test_signal_is_zero_without_traffic_and_beyond_its_target_at_ten_times_the_load() -> None:
