@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
-from scripts.prometheusrule import as_object
 from tests.kubernetes import schemas
 from tests.kubernetes.manifests import K8S, of_kind, parse, rendered
+from tests.kubernetes.prometheusrule import as_object
 
 RULES = K8S / "monitoring" / "rules.yaml"
 SMALL = """\
@@ -34,7 +34,7 @@ def test_rule_file_becomes_the_operators_object() -> None:
 def test_overlay_has_the_rules_and_the_dashboard() -> None:
     overlay = parse(rendered("monitoring"))
     (rules,) = of_kind(overlay, "PrometheusRule")
-    assert rules["spec"] == yaml.safe_load(RULES.read_text()), "run scripts/prometheusrule.py"
+    assert rules["spec"] == yaml.safe_load(RULES.read_text()), "run python -m tests.kubernetes.prometheusrule"
     (board,) = of_kind(overlay, "ConfigMap")
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(board["data"]["dashboard.json"]) == json.loads((RULES.parent / "dashboard.json").read_text())

@@ -1,16 +1,17 @@
 """Write k8s/monitoring/prometheusrule.yaml: the rules of rules.yaml as the object that the Prometheus operator takes.
 
-Usage: python scripts/prometheusrule.py
+Usage: python -m tests.kubernetes.prometheusrule
 
 kustomize can't put one file into a field of another, and Prometheus's own tools read rules.yaml alone.
 """
 
 import textwrap
-from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "k8s" / "monitoring"
+from tests.kubernetes.manifests import K8S
+
+FOLDER = K8S / "monitoring"
 HEAD = """\
-# Made from rules.yaml by scripts/prometheusrule.py.
+# Made from rules.yaml by tests/kubernetes/prometheusrule.py.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
