@@ -30,11 +30,14 @@ class ActedPod:
         self.engine = FakeEngine(tcp=True, start=False)  # sidecars start first
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(self.engine)
-        self.engine.start()
-        self.engine.set(health_status=503)  # loading
-        self.gateway = self.stack.enter_context(
-            Gateway(self.engine, wait="/livez", environment=given, ops_port=free_port())
-        )
+        try:
+            self.engine.start()
+            self.engine.set(health_status=503)  # loading
+            gateway = Gateway(self.engine, wait="/livez", environment=given, ops_port=free_port())
+        except BaseException:
+            self.stack.close()
+            raise
+        self.gateway = self.stack.enter_context(gateway)
 
     def probe(self, kind: str) -> bool:
         """What kubelet hears from a probe of the gateway."""
