@@ -50,6 +50,7 @@ class Gateway:
         self._keys = keys
         self._log = RequestLog()
         self._calls: set[Call] = set()
+        self.monitor.name_calls = lambda: ", ".join(sorted(call.id.decode() for call in self._calls if call.sent_at))
         self.empty = asyncio.Event()  # set in a drain once no request is left
 
     # draining

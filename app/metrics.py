@@ -13,7 +13,7 @@ from app.errors import DEADLINE, REFUSAL_KINDS, Refused
 from app.gate import Gate
 from app.house import House
 from app.settings import Settings
-from app.status import EngineStatus
+from app.status import CAUSES, EngineStatus
 
 SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 OUTCOMES: Final = ("completed", "refused", "deadline", "client_left", "engine_error", "invalid")
@@ -116,8 +116,8 @@ class _Live:
         yield _gauge("engine_up", "1 while the engine takes requests.", [(status.ready,)])
         yield _gauge("engine_start_seconds", "Duration of the last start.", [(status.last_start_s or 0.0,)])
         restarts = CounterMetricFamily("tidegate_engine_restarts", "Engine restarts by cause.", labels=["cause"])
-        for cause, count in status.restarts.items() or [("exit", 0)]:
-            restarts.add_metric([cause], count)
+        for cause in CAUSES:
+            restarts.add_metric([cause], status.restarts[cause])
         yield restarts
         stalls = CounterMetricFamily("tidegate_engine_stalls", "Times the engine was found stalled.")
         stalls.add_metric([], status.stalls)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,6 +57,7 @@ class Monitor:
     ) -> None:
         self.activity = Activity()
         self.reading: Reading | None = None
+        self.name_calls: Callable[[], str] = str  # those at the engine, for the log
         self._client = httpx.AsyncClient(transport=engine, base_url="http://engine", trust_env=False)
         self._status = status
         self._lanes = lanes
@@ -193,7 +195,15 @@ class Monitor:
         if self._status.ready:
             silent_s = self._loop.time() - max(self._busy_since, moved_at)
             if self._at_engine and silent_s >= self._stall_s:
-                log.error("engine stalled: %d requests at it, silent for %.0f s", self._at_engine, silent_s)
+                log.error(
+                    "engine stalled: %d requests at it (%s), silent for %.0f s; it says %g run, %g wait, KV cache %.0f%%",
+                    self._at_engine,
+                    self.name_calls(),
+                    silent_s,
+                    self.reading.running,
+                    self.reading.waiting,
+                    100 * self.reading.kv_cache_usage,
+                )
                 self._stalled_at = self._loop.time()
                 self._status.stall_begins()
         elif self._status.state is EngineState.STALLED:

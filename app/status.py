@@ -11,6 +11,7 @@ from app.errors import ENGINE_UNAVAILABLE, Refused
 from app.pace import MAX_RETRY_AFTER_S
 
 NEVER_STARTED_S: Final = 10  # Retry-After while it is not known how long a start takes
+CAUSES: Final = ("exit", "killed", "oom", "stalled", "start", "unknown")  # of restarts
 
 
 class EngineState(StrEnum):
@@ -40,9 +41,9 @@ class EngineStatus:
         """Whether requests may be sent to it."""
         return self.state is EngineState.READY
 
-    def start_begins(self) -> None:
-        """The engine is being started, for the first time or again."""
-        self._began = time.monotonic()
+    def start_begins(self, pause_s: float = 0.0) -> None:
+        """The engine is being started, for the first time or again, after a pause."""
+        self._began = time.monotonic() + pause_s
         self.state = EngineState.RESTARTING if self._was_ready else EngineState.STARTING
 
     def start_succeeded(self, *, seen_whole: bool = True) -> None:
@@ -52,10 +53,10 @@ class EngineStatus:
         self._was_ready = True
         self.state = EngineState.READY
 
-    def engine_died(self, cause: str) -> None:
-        """It is gone and will be started again; `cause` is one of a few fixed words."""
+    def engine_died(self, cause: str, pause_s: float = 0.0) -> None:
+        """It is gone and will be started again in `pause_s`; `cause` is one of `CAUSES`."""
         self.restarts[cause] += 1
-        self.start_begins()
+        self.start_begins(pause_s)
 
     def gave_up(self) -> None:
         """It will not be started again."""
@@ -70,7 +71,7 @@ class EngineStatus:
             self.on_stall()
 
     def retry_after_s(self) -> int:
-        """The last start time less what has elapsed; at most 30, and 1 once that is overdue."""
+        """The last start time, and the pause before it, less what has elapsed; at most 30, and 1 once that is overdue."""
         if self.last_start_s is None:
             return NEVER_STARTED_S
         left = self.last_start_s - (time.monotonic() - self._began)

@@ -71,6 +71,15 @@ def engine_build() -> Kind | None:
     return None
 
 
+def oom_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """How often the kernel has killed for lack of memory: in this container, else on this machine; 0 if nobody says."""
+    for file in (cgroup / "memory.events", proc / "vmstat"):
+        with contextlib.suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
 def _gpus() -> list[str]:
     """The names of the GPUs that CUDA may use."""
     try:

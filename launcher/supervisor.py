@@ -17,11 +17,12 @@ import httpx
 
 from app.status import EngineStatus
 from launcher.command import Plan
+from launcher.device import oom_kills
 from launcher.guard import GONE_S, Guard, kill_all
 from launcher.niceness import give_way
 
 WINDOW_S: Final = 600.0  # in which restarts are counted
-LONGEST_DELAY_S: Final = 30.0  # between two starts
+LONGEST_DELAY_S: Final = 20.0  # between two starts, before jitter
 START_S: Final = 7200.0  # for one start; a large model may have to be downloaded
 GRACE_S: Final = 5.0  # for an engine without requests to end by itself
 PROBE_S: Final = 0.25
@@ -102,8 +103,11 @@ class Supervisor:
     secrets: Sequence[str] = ()
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # between two starts
     clock: Callable[[], float] = time.monotonic
+    oom_kills: Callable[[], int] = oom_kills
     _restarts: deque[float] = field(default_factory=deque)
     _was_ready: bool = False
+    _pause_s: float = 0.0
+    _oom_kills: int = 0  # before this engine
 
     async def run(self) -> None:
         """Keep an engine running until cancelled, then end it and all its processes.
@@ -124,10 +128,11 @@ class Supervisor:
                 await _whole(self._end(process, reading, gently=gently))
             if last:
                 raise EngineFailed(f"{how}: {output.reason}" if output.reason else how, output.lines)
-            await self.sleep(self._delay())
+            await self.sleep(self._pause_s)
 
     async def _start(self, output: Output) -> tuple[Process, asyncio.Task[None]]:
         self.status.start_begins()
+        self._oom_kills = self.oom_kills()
         self.plan.socket.unlink(missing_ok=True)  # vLLM never removes one
         # Not asyncio's pipe: it would not tell of the end of a process while a child of that holds the other side.
         mouth, tail = os.pipe()
@@ -154,7 +159,7 @@ class Supervisor:
             await asyncio.wait([exited, ready], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 how = (
-                    f"could not start ({_ending(exited.result())})"
+                    f"could not start ({self._ending(exited.result())[1]})"
                     if exited.done()
                     else f"was not ready after {START_S:.0f} s"
                 )
@@ -165,10 +170,21 @@ class Supervisor:
             await asyncio.wait([exited, stalled], return_when=asyncio.FIRST_COMPLETED)
             if stalled.done():
                 return "stalled", "the engine has stalled: it holds requests and does nothing for them"
-            return "exit" if exited.result() >= 0 else "killed", f"the engine has ended ({_ending(exited.result())})"
+            cause, ending = self._ending(exited.result())
+            return cause, f"the engine has ended ({ending})"
         finally:
             for task in (exited, stalled, ready):
                 task.cancel()
+
+    def _ending(self, code: int) -> tuple[str, str]:
+        """What an exit code stands for, as a word for the metrics and for people.
+
+        The kernel may have killed a worker for its memory; the API server then ends by itself."""
+        name = signal.Signals(-code).name if code < 0 else ""
+        ending = f"killed by {name}" if name else f"exit code {code}"
+        if self.oom_kills() > self._oom_kills:
+            return "oom", f"{ending}: out of memory"
+        return "killed" if name else "exit", ending + (": out of memory?" if name == "SIGKILL" else "")
 
     async def _until_ready(self) -> str:
         """Wait until the engine is healthy and lists its model, whose name is returned."""
@@ -197,14 +213,13 @@ class Supervisor:
         if hopeless or len(self._restarts) >= self.max_restarts:
             self.status.gave_up()
             return True
+        # About 1 s at first, doubled with each restart in the window; several launchers don't start in step.
+        self._pause_s = min(LONGEST_DELAY_S, 2.0 ** len(self._restarts)) * random.uniform(1, 1.5)
         self._restarts.append(now)
-        self.status.engine_died(cause)
-        self.say(f"{how}; restart {len(self._restarts)} of at most {self.max_restarts} in {WINDOW_S / 60:.0f} minutes")
+        self.status.engine_died(cause, self._pause_s)
+        count = f"{len(self._restarts)} of at most {self.max_restarts} in {WINDOW_S / 60:.0f} minutes"
+        self.say(f"{how}; restart {count}, in {self._pause_s:.0f} s")
         return False
-
-    def _delay(self) -> float:
-        """Seconds until the next start: about 1 at first, doubled with each restart in the window."""
-        return min(LONGEST_DELAY_S, 2.0 ** (len(self._restarts) - 1) * random.uniform(1, 1.5))
 
     async def _end(self, process: Process, reading: asyncio.Task[None], *, gently: bool) -> None:
         """See the whole process group gone, and its socket; the next engine needs the memory of this one."""
@@ -236,10 +251,3 @@ async def _whole(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         await task
         raise
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name
-    return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher import device
-from launcher.device import DeviceMissing, EngineMissing, find
+from launcher.device import DeviceMissing, EngineMissing, find, oom_kills
 
 GIB = 2**30
 
@@ -157,6 +157,14 @@ def test_a_driver_that_hangs_is_not_waited_for(machine: Machine, monkeypatch: py
     monkeypatch.setattr(device, "SMI", ("sleep", "60"))
     monkeypatch.setattr(device, "SMI_S", 0.1)
     assert machine.find().kind == "cpu"
+
+
+def test_kills_for_lack_of_memory_are_counted_in_the_container_first(machine: Machine) -> None:
+    assert oom_kills(machine.proc, machine.cgroup) == 0
+    machine.files(vmstat="nr_free_pages 8\noom_kill 5\n")
+    assert oom_kills(machine.proc, machine.cgroup) == 5
+    (machine.cgroup / "memory.events").write_text("oom 3\noom_kill 2\noom_group_kill 0\n")
+    assert oom_kills(machine.proc, machine.cgroup) == 2
 
 
 def test_the_real_machine_can_be_asked() -> None:

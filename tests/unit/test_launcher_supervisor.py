@@ -41,7 +41,7 @@ class House:
         env = {"FAKE_ENGINE": json.dumps(lives), "FAKE_NOTES": str(self.notes_file), "PATH": os.environ["PATH"]}
         socket = folder / "engine.sock"
         argv = [sys.executable, "-I", "-S", str(SCRIPT), "--uds", str(socket)]
-        given: dict[str, Any] = {"max_restarts": 5, "sleep": self._sleep} | options
+        given: dict[str, Any] = {"max_restarts": 5, "sleep": self._sleep, "oom_kills": lambda: 0} | options
         self.supervisor = Supervisor(
             plan=Plan(argv, env, socket, 1, "float32"),
             status=self.status,
@@ -149,6 +149,15 @@ async def test_out_of_memory_is_named_when_the_kernel_kills(house: MakeHouse) ->
     assert "out of memory?" in str(await house({"signal": signal.SIGKILL}).fails())
 
 
+async def test_a_worker_that_the_kernel_killed_for_memory_is_the_cause_whatever_the_exit_code(house: MakeHouse) -> None:
+    kills = iter([7, 8, 8])
+    one = house({"after": 0.2, "exit": 0}, FOREVER, oom_kills=lambda: next(kills))
+    async with one.running():
+        await until(lambda: one.ready and len(one.notes) == 2)
+        assert one.status.restarts == {"oom": 1}
+        assert "the engine has ended (exit code 0: out of memory)" in one.said[-1]
+
+
 @pytest.mark.parametrize(
     ("how", "cause"), [({"exit": 0}, "exit"), ({"exit": 1}, "exit"), ({"signal": signal.SIGSEGV}, "killed")]
 )
@@ -192,6 +201,7 @@ async def test_a_crash_loop_ends_after_growing_pauses(house: MakeHouse) -> None:
     failed = await one.fails()
     assert "RuntimeError: device lost" in str(failed)
     assert len(one.notes) == 6  # the first start and five restarts
+    assert len(set(one.slept)) == 5
     assert sum(one.status.restarts.values()) == 5
     for number, pause in enumerate(one.slept):
         assert 2**number <= pause <= min(30, 1.5 * 2**number)

@@ -16,7 +16,7 @@ from app.metrics import ABORT_CAUSES, OUTCOMES, PHASES, Metrics
 from app.relay import Relay
 from app.routes import FORWARDED
 from app.settings import Settings
-from app.status import EngineStatus
+from app.status import CAUSES, EngineStatus
 from tests.unit.virtual_clock import VirtualClock
 from tests.unit.virtual_time import loops
 
@@ -150,7 +150,8 @@ def test_gauges_show_the_moment_of_the_scrape(one: Counted) -> None:
     assert one.value("tidegate_in_flight", lane="long") == one.value("tidegate_queue_depth", lane="long") == 0
     assert one.value("tidegate_house_requests") == one.value("tidegate_held_bytes") == 0
     assert (one.value("tidegate_engine_up"), one.value("tidegate_draining")) == (0, 1)
-    assert one.value("tidegate_engine_restarts_total", cause="exit") == 1
+    restarts = {cause: one.value("tidegate_engine_restarts_total", cause=cause) for cause in CAUSES}
+    assert restarts == {cause: float(cause == "exit") for cause in CAUSES}, "each series is there from the start"
     assert one.value("tidegate_engine_stalls_total") == 1
 
 

@@ -277,10 +277,13 @@ class TestBatchSize:
 
 
 class TestStall:
-    async def test_requests_that_get_neither_bytes_nor_progress_mean_a_stall_and_it_is_told_once(self) -> None:
+    async def test_requests_that_get_neither_bytes_nor_progress_mean_a_stall_and_it_is_told_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         told: list[float] = []
         async with watching() as one:
             one.status.on_stall = lambda: told.append(0)
+            one.monitor.name_calls = lambda: "req-7"
             await pass_s(100)
             one.monitor.request_sent()
             await pass_s(STALL_S - 2)
@@ -289,6 +292,7 @@ class TestStall:
             assert (one.state, one.status.stalls) == ("stalled", 1)
             await pass_s(100)
             assert (one.state, one.status.stalls, len(told)) == ("stalled", 1, 1)
+            assert "1 requests at it (req-7), silent for" in caplog.text
 
     @pytest.mark.parametrize("sign", ["iterations", "kv_cache_usage_perc", "prefix_cache_queries_total", "bytes"])
     async def test_any_sign_of_work_is_none(self, sign: str) -> None:

@@ -74,6 +74,16 @@ def test_retry_after_is_what_is_left_of_the_last_start(
     assert status.retry_after_s() == seconds
 
 
+def test_retry_after_holds_the_pause_before_a_restart_too(status: EngineStatus, clock: VirtualClock) -> None:
+    started(status, clock, 10)
+    status.engine_died("exit", pause_s=8)
+    assert status.retry_after_s() == 18
+    clock.skip(8)
+    assert status.retry_after_s() == 10
+    started(status, clock, 10)
+    assert status.last_start_s == 10
+
+
 def test_a_start_that_was_not_seen_whole_says_nothing_of_the_next(status: EngineStatus, clock: VirtualClock) -> None:
     clock.skip(3)
     status.start_succeeded(seen_whole=False)
