@@ -196,7 +196,7 @@ class Monitor:
             silent_s = self._loop.time() - max(self._busy_since, moved_at)
             if self._at_engine and silent_s >= self._stall_s:
                 log.error(
-                    "engine stalled: %d requests at it (%s), silent for %.0f s; it says %g run, %g wait, KV cache %.0f%%",
+                    "engine stalled: %d requests at it (%s), silent for %.0f s; it says %g run, %g wait, KV %.0f%%",
                     self._at_engine,
                     self.name_calls(),
                     silent_s,

@@ -71,7 +71,7 @@ class EngineStatus:
             self.on_stall()
 
     def retry_after_s(self) -> int:
-        """The last start time, and the pause before it, less what has elapsed; at most 30, and 1 once that is overdue."""
+        """The last start time and the pause before it, less what has elapsed; at most 30, and 1 once overdue."""
         if self.last_start_s is None:
             return NEVER_STARTED_S
         left = self.last_start_s - (time.monotonic() - self._began)

@@ -18,11 +18,12 @@ from app.log import configure
 from app.server import GatewayServer, PortTaken
 from app.settings import Settings, SettingsError, load_settings
 from app.status import EngineStatus
-from launcher.command import BadArguments, Model, make_plan, workers
-from launcher.device import DeviceMissing, EngineMissing, find
+from launcher.command import GIB, BadArguments, Model, Plan, make_plan, workers
+from launcher.device import Device, DeviceMissing, EngineMissing, find
 from launcher.guard import Guard
 from launcher.init import stand_in
 from launcher.model import EMBEDDED_NAME, ModelFailed, ModelMissing, embedded_folder, locate
+from launcher.preflight import DoesNotFit, Fit, check, read_config
 from launcher.supervisor import EngineFailed, Supervisor
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -75,11 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    parser.add_argument("--no-preflight", action="store_true", help="don't estimate whether the model fits; just try")
     try:
         serve = _serve(parser.parse_args(given[:split]), given[split + 1 :])
         return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(serve)
     except (SettingsError, PortTaken, BadArguments, DeviceMissing, ModelMissing) as error:
         return _complain(str(error), USAGE)
+    except DoesNotFit as error:
+        return _complain(f"{error} (an estimate; --no-preflight tries all the same)", FAILED)
     except (ModelFailed, EngineMissing) as error:
         return _complain(str(error), FAILED)
     except EngineFailed as error:
@@ -106,11 +110,8 @@ async def _serve(options: argparse.Namespace, extra: Sequence[str]) -> int:
         server = GatewayServer(settings, status)
         server.bind()  # a taken port is found before the model loads
         url = _url(settings, server.port)
-        say(f"model      {model.name}" + (f" ({model.path})" if model.name != model.path else ""))
-        say(f"device     {device.name}" + (f", {workers(extra)} of {device.count}" if device.kind == "cuda" else ""))
-        say(f"dtype      {plan.dtype}")
-        say(f"in flight  {plan.limit} sequences, {settings.max_queue} requests more may wait")
-        say(f"engine     {plan.socket}")
+        fit = Fit() if options.no_preflight else check(plan, device, *read_config(model, plan.env))
+        _tell_plan(say, model, device, plan, fit, settings, extra)
         say(f"gateway    {url} (answers 503 until the engine is ready)")
         if "engine_url" in asked.model_fields_set:
             plan.warnings.append("TIDEGATE_ENGINE_URL is for `python -m app`; here it is the engine that is started")
@@ -161,6 +162,29 @@ async def _keep(model: Model, supervisor: Supervisor) -> None:
                 process.terminate()
                 await process.wait()
     await supervisor.run()
+
+
+def _tell_plan(
+    say: Callable[[str], None],
+    model: Model,
+    device: Device,
+    plan: Plan,
+    fit: Fit,
+    settings: Settings,
+    extra: Sequence[str],
+) -> None:
+    gpus = device.kind == "cuda"
+    weights = f", {fit.weights / GIB:.1f} GiB of weights{' on each' if gpus else ''}" if fit.weights else ""
+    cache = f"at most {fit.kv_tokens:,} tokens" if fit.kv_tokens else "as much as vLLM finds room for"
+    context = f", {fit.context:,} in one request" if fit.context else ""
+    say(f"model      {model.name}" + (f" ({model.path})" if model.name != model.path else ""))
+    say(f"device     {device.name}" + (f", {workers(extra)} of {device.count}" if gpus else ""))
+    say(f"memory     {device.memory / GIB:.1f} GiB free" if device.memory else "memory     unknown")
+    say(f"dtype      {plan.dtype}{weights}")
+    say(f"KV cache   {cache}{context}")
+    say(f"sequences  {plan.limit} at a time (vLLM's own limit on requests: {plan.flags['max-num-queued-reqs']})")
+    say(f"queue      {settings.max_queue} requests may wait")
+    say(f"engine     {plan.socket}")
 
 
 def _model(name: str | None) -> Model:

@@ -15,7 +15,7 @@ SEQUENCES: Final = {"cpu": 16, "cuda": 256}  # at a time, by default; vLLM's own
 ENTRY: Final = "vllm.entrypoints.openai.api_server"  # the CPU build's `vllm` command doesn't start
 BACKSTOP: Final = 4096  # sequences beyond the limit: a body may hold more prompts than the slots it takes
 RANKS: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
-SHORT: Final = RANKS | {"-O": "optimization-level", "-cc": "compilation-config"}
+SHORT: Final = RANKS | {"-n": "nnodes", "-r": "node-rank", "-O": "optimization-level", "-cc": "compilation-config"}
 OURS: Final = {"model", "uds", "host", "port", "ssl-keyfile", "ssl-certfile", "root-path", "api-key", "headless"}
 COMPILED: Final = {"enforce-eager", "optimization-level", "compilation-config"}
 CACHE_SIZE: Final = {"kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-blocks-override"}
@@ -43,6 +43,7 @@ class Plan:
     socket: Path
     limit: int
     dtype: str
+    flags: Mapping[str, str] = field(default_factory=dict)  # all that vLLM gets, without the dashes
     niceness: int = 0  # towards the other processes on the machine
     warnings: list[str] = field(default_factory=list)
 
@@ -88,10 +89,8 @@ def make_plan(
     for name, value in chosen.items():
         if name not in given:
             argv += [f"--{name}", value] if value else [f"--{name}"]
-    if given.get("scheduling-policy", "priority") != "priority":
-        warnings.append("with this --scheduling-policy the lanes' priorities have no effect inside vLLM")
-    if "config" in given:
-        warnings.append("what the launcher passes itself, such as --max-num-seqs, beats the same setting in --config")
+    _check_gpus(device, given)
+    warnings += _contradictions(device, given, limit)
     env = _environment(model, socket, base_env, api_key)
     return Plan(
         [*argv, *extra],
@@ -99,6 +98,7 @@ def make_plan(
         socket,
         limit,
         dtype=given.get("dtype") or chosen.get("dtype", "as the model says"),
+        flags=chosen | given,
         niceness=NICENESS if device.kind == "cpu" else 0,
         warnings=warnings,
     )
@@ -145,11 +145,11 @@ def _foreign(name: str, value: str) -> bool:
 
 def _sequences(device: Device, given: Mapping[str, str], asked: int | None) -> tuple[int, int, list[str]]:
     """The gateway's limit, and vLLM's `--max-num-seqs`, which counts for each data-parallel rank."""
-    ranks = _number(given, "data-parallel-size", 1)
+    ranks = _served_ranks(given)
     if "max-num-seqs" not in given:
         limit = asked or SEQUENCES[device.kind] * ranks
         return limit, math.ceil(limit / ranks), []
-    sequences = _number(given, "max-num-seqs", 1)
+    sequences = number(given, "max-num-seqs", 1)
     limit = sequences * ranks
     clash = (
         f"--max-num-seqs {sequences} and TIDEGATE_MAX_IN_FLIGHT={asked} contradict each other: {limit} at a time it is"
@@ -157,13 +157,79 @@ def _sequences(device: Device, given: Mapping[str, str], asked: int | None) -> t
     return limit, sequences, [clash] if asked not in (None, limit) else []
 
 
+def _served_ranks(given: Mapping[str, str]) -> int:
+    """Over how many data-parallel ranks this engine spreads its requests; with an outer balancer only over its own."""
+    if given.keys() & {"data-parallel-external-lb", "data-parallel-rank"}:
+        return 1
+    if given.keys() & {"data-parallel-hybrid-lb", "data-parallel-start-rank"}:
+        return number(given, "data-parallel-size-local", 1)
+    return number(given, "data-parallel-size", 1)
+
+
+def _contradictions(device: Device, given: Mapping[str, str], limit: int) -> list[str]:
+    """A warning for each pair of wishes that can't both come true; it names both."""
+    found = []
+    if given.get("scheduling-policy", "priority") != "priority":
+        found.append(
+            f"with --scheduling-policy {given['scheduling-policy']} the priorities in TIDEGATE_LANES have no effect"
+        )
+    if "config" in given:
+        found.append("what the launcher passes itself, such as --max-num-seqs, beats the same setting in --config")
+    if "max-num-queued-reqs" in given and number(given, "max-num-queued-reqs", 1) < limit:
+        found.append(
+            f"--max-num-queued-reqs {given['max-num-queued-reqs']} is below the {limit} that TIDEGATE_MAX_IN_FLIGHT "
+            "(or --max-num-seqs) lets through: vLLM will refuse what the gateway has admitted"
+        )
+    if "disable-log-stats" in given:
+        found.append(
+            "with --disable-log-stats vLLM counts nothing, so TIDEGATE_STALL_S has no effect: no stall is found"
+        )
+    if number(given, "api-server-count", 1) > 1:
+        found.append(
+            "with --api-server-count above 1 a scrape shows one server's part, so TIDEGATE_STALL_S may misjudge"
+        )
+    if len(both := sorted(given.keys() & {"kv-cache-memory-bytes", "gpu-memory-utilization"})) == 2:
+        found.append(f"--{both[1]} fixes the size of the KV cache, so --{both[0]} doesn't decide it")
+    if "enforce-eager" in given and (other := sorted(given.keys() & COMPILED - {"enforce-eager"})):
+        found.append(f"--enforce-eager switches off what --{other[0]} asks for")
+    if device.kind == "cpu" and given.get("dtype") == "bfloat16" and not device.bf16:
+        found.append(
+            "--dtype bfloat16 on a processor without it: float32, which --device cpu takes here, is twice as fast"
+        )
+    return found
+
+
+def _check_gpus(device: Device, given: Mapping[str, str]) -> None:
+    """vLLM would say so only after a while, deep in a worker."""
+    spread = given.keys() & {"nnodes", "data-parallel-size-local", "data-parallel-address"}
+    spread |= {name for name in given if name.endswith("-backend") and given[name] == "ray"}
+    if device.kind == "cuda" and not spread and (needed := _workers(given)) > device.count:
+        asked = " ".join(f"--{name} {given[name]}" for name in RANKS.values() if name in given)
+        raise BadArguments(
+            f"{asked}: asks for {needed} GPUs, there are {device.count}; docs/scaling.md has the ways out"
+        )
+
+
 def workers(extra: Sequence[str]) -> int:
-    """Over how many GPUs the user's arguments spread the model."""
-    given = _parse(extra)
-    return math.prod(_number(given, name, 1) for name in RANKS.values())
+    """How many GPUs of this machine the user's arguments take."""
+    return _workers(_parse(extra))
 
 
-def _number(given: Mapping[str, str], name: str, default: int) -> int:
+def _workers(given: Mapping[str, str]) -> int:
+    tensor, pipeline, data = (number(given, name, 1) for name in RANKS.values())
+    if given.keys() & {"data-parallel-external-lb", "data-parallel-rank"}:
+        data = 1
+    if "nnodes" in given:
+        return math.ceil(tensor * pipeline * data / number(given, "nnodes", 1))
+    return tensor * pipeline * number(given, "data-parallel-size-local", data)
+
+
+def number(given: Mapping[str, str], name: str, default: int) -> int:
+    """A count among the arguments.
+
+    Raises:
+        BadArguments: it is none.
+    """
     text = given.get(name, str(default))
     if not text.isdecimal() or int(text) < 1:
         raise BadArguments(f"--{name} {text}: must be a whole number from 1 up")

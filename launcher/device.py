@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 BF16_FLAGS: Final = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with tiles, Arm
-SMI: Final = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+SMI: Final = ("nvidia-smi", "--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
+MIB: Final = 2**20
 SMI_S: Final = 20.0  # a driver that wakes up takes its time
 PROC, CGROUP, NODES = Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/node")
 # What vLLM counts as available on a NUMA node.
@@ -34,7 +35,8 @@ class Device:
     kind: Kind
     name: str
     count: int = 1  # GPUs, or 1
-    memory: int = 0  # bytes of RAM that are free; of GPUs vLLM knows by itself
+    memory: int = 0  # bytes that are free: of RAM, or on the first GPU; 0 is unknown
+    total: int = 0  # bytes of that GPU; 0 is unknown
     bf16: bool = True  # whether bfloat16 is done in hardware
 
 
@@ -57,7 +59,8 @@ def find(wanted: str, proc: Path = PROC, cgroup: Path = CGROUP, nodes: Path = NO
             f"{found}: run `make setup DEVICE={kind}`, or pip install 'tidegate[{extra}]' in a fresh venv"
         )
     if kind == "cuda":
-        return Device("cuda", gpus[0], count=len(gpus))
+        free, total = _memory(gpus[0])
+        return Device("cuda", gpus[0].partition(",")[0], count=len(gpus), memory=free, total=total)
     name = f"CPU, {len(os.sched_getaffinity(0))} cores"
     return Device("cpu", name, memory=_free_memory(proc, cgroup, nodes), bf16=_has_bf16(proc))
 
@@ -80,17 +83,29 @@ def oom_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return 0
 
 
+def _memory(line: str) -> tuple[int, int]:
+    """Free and total bytes in a line of nvidia-smi; 0 where it doesn't say, as of a part of a GPU or shared memory."""
+    figures = [part.strip() for part in line.split(",")[1:]]
+    free, total = (int(part) * MIB if part.isdecimal() else 0 for part in [*figures, "", ""][:2])
+    return (free, total) if free else (0, 0)
+
+
 def _gpus() -> list[str]:
-    """The names of the GPUs that CUDA may use."""
+    """What nvidia-smi says of each GPU that CUDA may use."""
     try:
         answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    names = [line.strip() for line in answer.splitlines() if line.strip()]
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        names if visible is None else names[: len([one for one in visible.split(",") if one.strip() not in ("", "-1")])]
-    )
+    if visible is None:
+        return lines
+    wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
+    if all(one.isdecimal() for one in wanted):
+        return [lines[int(one)] for one in wanted if int(one) < len(lines)]
+    return [
+        line.partition(",")[0] for line in lines[: len(wanted)]
+    ]  # which ones isn't known, so neither is their memory
 
 
 def _has_bf16(proc: Path) -> bool:

@@ -99,6 +99,45 @@ def seqs(number: int, limit: int) -> Flags:
         (EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2 -tp=4", {"--pipeline-parallel-size": "2", "-tp": "4"}),
         (EIGHT_GPUS, REMOTE, "-dp 4", seqs(256, 1024) | {"-dp": "4"}),
         (EIGHT_GPUS, REMOTE, "-dp 4 --max-num-seqs=32", seqs(32, 128) | {"-dp": "4"}),
+        # One model over two machines, by vLLM's own workers and by Ray; both machines' GPUs make one engine.
+        (
+            EIGHT_GPUS,
+            LOCAL,
+            "-tp 8 -pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+            {"-tp": "8", "-pp": "2", "--nnodes": "2", "--node-rank": "0", "--master-addr": "10.0.0.1"},
+        ),
+        (
+            EIGHT_GPUS,
+            LOCAL,
+            "-tp 8 -pp 2 --distributed-executor-backend ray",
+            {"-tp": "8", "-pp": "2", "--distributed-executor-backend": "ray"},
+        ),
+        # Data parallel over two machines: behind this engine all 16 ranks, behind a balancer only this machine's.
+        (
+            EIGHT_GPUS,
+            LOCAL,
+            "-dp 16 --data-parallel-size-local 8 --data-parallel-address 10.0.0.1 --enable-expert-parallel",
+            seqs(256, 16 * 256)
+            | {
+                "-dp": "16",
+                "--data-parallel-size-local": "8",
+                "--data-parallel-address": "10.0.0.1",
+                "--enable-expert-parallel": "",
+            },
+        ),
+        (
+            EIGHT_GPUS,
+            LOCAL,
+            "-dp 16 --data-parallel-size-local 8 --data-parallel-start-rank 8 --data-parallel-hybrid-lb",
+            seqs(256, 8 * 256)
+            | {
+                "-dp": "16",
+                "--data-parallel-size-local": "8",
+                "--data-parallel-start-rank": "8",
+                "--data-parallel-hybrid-lb": "",
+            },
+        ),
+        (GPU, LOCAL, "-dp 16 --data-parallel-rank 3", {"-dp": "16", "--data-parallel-rank": "3"}),
     ],
 )
 def test_command_line(device: Device, model: Model, extra: str, changed: Flags) -> None:
@@ -147,9 +186,46 @@ def test_limit_and_sequences_follow_each_other(
         assert "TIDEGATE_MAX_IN_FLIGHT=40" in warning
 
 
-@pytest.mark.parametrize("extra", [["--scheduling-policy=fcfs"], ["--config", "vllm.yaml"]])
-def test_arguments_that_take_something_away_are_warned_of(extra: list[str]) -> None:
-    assert extra[0].partition("=")[0] in plan(GPU, REMOTE, *extra).warnings[0]
+@pytest.mark.parametrize(
+    ("device", "extra", "names"),
+    [
+        (GPU, "--scheduling-policy=fcfs", ["--scheduling-policy fcfs", "TIDEGATE_LANES"]),
+        (GPU, "--config vllm.yaml", ["--config", "--max-num-seqs"]),
+        (GPU, "--max-num-queued-reqs 100", ["--max-num-queued-reqs 100", "TIDEGATE_MAX_IN_FLIGHT"]),
+        (GPU, "--disable-log-stats", ["--disable-log-stats", "TIDEGATE_STALL_S"]),
+        (GPU, "--api-server-count=2", ["--api-server-count", "TIDEGATE_STALL_S"]),
+        (
+            CPU,
+            "--kv-cache-memory-bytes 1 --gpu-memory-utilization .5",
+            ["--kv-cache-memory-bytes", "--gpu-memory-utilization"],
+        ),
+        (GPU, "--enforce-eager -O3", ["--enforce-eager", "--optimization-level"]),
+        (OLD_CPU, "--dtype bfloat16", ["--dtype bfloat16", "--device cpu"]),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_warned_of_by_both_names(
+    device: Device, extra: str, names: list[str]
+) -> None:
+    (warning,) = plan(device, REMOTE, *extra.split()).warnings
+    assert all(name in warning for name in names), warning
+
+
+@pytest.mark.parametrize("extra", ["--max-num-queued-reqs 1000", "-tp 1", "--enforce-eager", "--dtype bfloat16"])
+def test_arguments_that_agree_are_not(extra: str) -> None:
+    assert not plan(GPU, REMOTE, *extra.split()).warnings
+
+
+@pytest.mark.parametrize("extra", ["-tp 2", "-pp 2", "-dp 2", "--tensor_parallel_size=2 -pp 4"])
+def test_more_gpus_than_there_are_is_found_at_once(extra: str) -> None:
+    with pytest.raises(BadArguments, match="there are 1"):
+        plan(GPU, LOCAL, *extra.split())
+
+
+@pytest.mark.parametrize(
+    "extra", ["-tp 8 -n 4 -r 0", "-tp 8 --distributed-executor-backend=ray", "-dp 8 --data-parallel-backend ray"]
+)
+def test_unless_other_machines_have_them(extra: str) -> None:
+    plan(EIGHT_GPUS, LOCAL, *f"-pp 4 {extra}".split())
 
 
 @pytest.mark.parametrize(
@@ -168,9 +244,19 @@ def test_numbers_that_are_none_are_refused(extra: str) -> None:
         plan(GPU, REMOTE, *extra.split())
 
 
-def test_workers_multiply() -> None:
-    assert workers(["-tp", "4", "--pipeline_parallel_size=2"]) == 8
-    assert workers([]) == 1
+@pytest.mark.parametrize(
+    ("extra", "gpus"),
+    [
+        ("", 1),
+        ("-tp 4 --pipeline_parallel_size=2", 8),
+        ("-tp 8 -pp 2 --nnodes 2", 8),
+        ("-tp 2 -dp 8 --data-parallel-size-local 4", 8),
+        ("-tp 2 -dp 8 --data-parallel-rank 3", 2),
+        ("-dp 16 -n 2", 8),
+    ],
+)
+def test_gpus_of_this_machine(extra: str, gpus: int) -> None:
+    assert workers(extra.split()) == gpus
 
 
 def test_telemetry_is_off_and_idle_connections_outlive_the_gateways() -> None:
@@ -195,6 +281,14 @@ def test_only_a_local_model_keeps_the_engine_off_the_hub() -> None:
 def test_the_users_environment_is_passed_on_and_wins() -> None:
     given = {"PATH": "/bin", "HF_TOKEN": "hf_x", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "30", "VLLM_LOGGING_LEVEL": "DEBUG"}
     assert plan(CPU, EMBEDDED, env=given).env.items() >= given.items()
+
+
+def test_what_other_machines_need_to_know_reaches_every_worker() -> None:
+    """Addresses and interfaces for several machines are the user's: vLLM, Ray and NCCL read them."""
+    given = {"VLLM_HOST_IP": "10.0.0.1", "NCCL_SOCKET_IFNAME": "eth0", "RAY_ADDRESS": "10.0.0.1:6379"}
+    made = plan(EIGHT_GPUS, LOCAL, "-tp", "8", "-pp", "2", "--nnodes", "2", env=given | {"CUDA_VISIBLE_DEVICES": "0"})
+    assert made.env.items() >= (given | {"CUDA_VISIBLE_DEVICES": "0"}).items()
+    assert made.niceness == 0
 
 
 def test_the_gateways_settings_and_foreign_variables_stay_out_of_the_engine() -> None:

@@ -101,6 +101,30 @@ def test_gpus_are_taken_if_the_engine_can_use_them(machine: Machine) -> None:
     assert (found.kind, found.name, found.count) == ("cuda", "NVIDIA H200", 2)
 
 
+@pytest.mark.parametrize(
+    ("said", "free_mib", "total_mib"),
+    [
+        ("NVIDIA H200, 140000, 143771", 140000, 143771),
+        ("NVIDIA GB10, [N/A], [N/A]", 0, 0),
+        ("NVIDIA H200 MIG, [Insufficient Permissions], 143771", 0, 0),
+    ],
+)
+def test_memory_of_the_first_gpu(machine: Machine, said: str, free_mib: int, total_mib: int) -> None:
+    machine.installed(vllm="0.33.0")
+    machine.gpus(f"{said}\nNVIDIA H200, 1, 143771\n")
+    found = machine.find()
+    assert found.name == said.partition(",")[0]
+    assert (found.memory, found.total) == (free_mib * 2**20, total_mib * 2**20)
+
+
+def test_memory_is_that_of_the_gpu_that_is_visible(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.installed(vllm="0.33.0")
+    machine.gpus("A, 1, 9\nB, 2, 9\n")
+    for visible, free in (("1", 2), ("GPU-aa", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert machine.find().memory == free * 2**20
+
+
 @pytest.mark.parametrize(("visible", "count"), [("1", 1), ("0,1", 2), ("GPU-aa,GPU-bb,", 2)])
 def test_hidden_gpus_do_not_count(machine: Machine, monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
     machine.installed(vllm="0.33.0")

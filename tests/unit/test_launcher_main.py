@@ -126,7 +126,8 @@ def test_it_serves_and_a_signal_ends_all_of_it(launch: Launch, number: int) -> N
     for text in (
         "engine   | loading",
         "dtype ",
-        "in flight  16 ",
+        "sequences  16 at a time",
+        "KV cache   as much as vLLM finds",
         "curl http://127.0.0.1:",
         "from openai import OpenAI",
     ):
@@ -221,6 +222,20 @@ def test_a_taken_port_is_found_before_the_model_loads(launch: Launch) -> None:
         assert one.exit_code() == 2
     assert "cannot listen on 127.0.0.1 port" in one_line(one)
     assert not one.notes
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_loaded() -> None:
+    one = Launcher("MODEL", lives=[FOREVER])
+    try:
+        large = {"hidden_size": 99_999, "intermediate_size": 99_999, "num_hidden_layers": 999, "num_attention_heads": 9}
+        (one.model / "config.json").write_text(json.dumps(large))
+        assert one.start().exit_code() == 1
+        assert "GiB of free memory: take a smaller or a quantised model" in one_line(one)
+        one.arguments.append("--no-preflight")
+        one.log_path.unlink()
+        one.start().ready()
+    finally:
+        one.close()
 
 
 def test_several_workers_are_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

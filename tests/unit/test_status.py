@@ -30,7 +30,7 @@ def started(status: EngineStatus, clock: VirtualClock, seconds: float) -> None:
 def test_a_life_with_a_crash(status: EngineStatus, clock: VirtualClock) -> None:
     states = [status.state]
     for step in (
-        status.start_begins,
+        lambda: status.start_begins(),
         status.start_succeeded,
         lambda: status.engine_died("exit"),
         status.start_succeeded,
