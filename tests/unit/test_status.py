@@ -1,5 +1,6 @@
 """The engine's state, and how long a client is told to wait for it."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -29,15 +30,16 @@ def started(status: EngineStatus, clock: VirtualClock, seconds: float) -> None:
 
 def test_a_life_with_a_crash(status: EngineStatus, clock: VirtualClock) -> None:
     states = [status.state]
-    for step in (
-        lambda: status.start_begins(),
+    steps: list[Callable[[], None]] = [
+        status.start_begins,
         status.start_succeeded,
         lambda: status.engine_died("exit"),
         status.start_succeeded,
         status.stall_begins,
         lambda: status.engine_died("stalled"),
         status.gave_up,
-    ):
+    ]
+    for step in steps:
         step()
         states.append(status.state)
     assert states == "starting starting ready restarting ready stalled restarting dead".split()
