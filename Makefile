@@ -1,6 +1,6 @@
 # Everything that a person or CI calls. What each target does is in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fast test overload bench format lint lock clean
+.PHONY: help setup serve fast test overload bench chaos format lint lock clean
 
 BIN := .venv/bin
 # Three processes of the engine import thousands of modules each: compile them once, not at every start.
@@ -28,6 +28,9 @@ overload: ## more requests than the engine can take: vLLM alone, with its own li
 
 bench: ## what the gateway costs for each event and call, beside nginx and other gateways [ARGS=--help]
 	@bash scripts/setup.sh gateway engine loadtest && exec $(BIN)/python -m loadtest.gateway_cost $(ARGS)
+
+chaos: ## kill and stop the engine under load, and count what became of every request [ARGS=--help]
+	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.chaos $(ARGS)
 
 format: ## format the code and sort its imports
 	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .
