@@ -26,6 +26,7 @@ from tests.wire import Json
 pytestmark = pytest.mark.timeout(4 * START_S)
 
 SLOTS = 8
+TURNS = 4  # requests of each client
 STALL_S = 15  # the other engine may be starting on the same cores
 SETTINGS = {
     "TIDEGATE_MAX_IN_FLIGHT": str(SLOTS),
@@ -39,15 +40,16 @@ class Pair:
     """Two launchers; one that has ended is started anew."""
 
     def __init__(self) -> None:
-        self._running: list[Launcher] = []
+        self._running = [Launcher(environment=SETTINGS) for _ in range(2)]  # side by side
 
-    def __getitem__(self, place: int) -> Launcher:
-        while len(self._running) <= place:
-            self._running.append(Launcher(environment=SETTINGS))
+    def launched(self, place: int) -> Launcher:
         if not self._running[place].running:
             self._running[place].close()
             self._running[place] = Launcher(environment=SETTINGS)
-        one = self._running[place]
+        return self._running[place]
+
+    def __getitem__(self, place: int) -> Launcher:
+        one = self.launched(place)
         wait_until(lambda: not one.running or one.ask("/readyz")[0] == 200, "a ready engine", within=START_S)
         assert one.running, one.log[-5000:]
         return one
@@ -66,7 +68,6 @@ class Pair:
 def pair() -> Iterator[Pair]:
     both = Pair()
     try:
-        both._running += [Launcher(environment=SETTINGS) for _ in range(2)]  # side by side
         yield both
     finally:
         both.close()
@@ -133,7 +134,7 @@ async def test_a_dead_engine_behind_the_router_costs_only_what_it_was_running(pa
     async with open_client(router) as client:
 
         async def keep_asking(number: int) -> None:
-            for turn in range(6):
+            for turn in range(TURNS):
                 done[await ask(client, 64, stream=(number + turn) % 2 == 0)] += 1
 
         asking = [asyncio.create_task(keep_asking(number)) for number in range(4 * SLOTS)]
@@ -142,8 +143,9 @@ async def test_a_dead_engine_behind_the_router_costs_only_what_it_was_running(pa
         os.kill(dead.engine("VLLM::EngineCore")[0], signal.SIGKILL)
         await asyncio.gather(*asking)
     lost = sum(done.values()) - done["whole"]
-    assert sum(done.values()) == 6 * 4 * SLOTS
-    assert lost <= errors(dead) <= SLOTS, done
+    assert sum(done.values()) == TURNS * 4 * SLOTS
+    # Its API server outlives it by two seconds and fails whatever comes then; the router asks the other again.
+    assert lost <= min(SLOTS, errors(dead)), done
     assert set(done) <= {"whole", "error in the stream", "502 engine_error"}, done
     assert errors(other) == 0
     dead.next_engine(ups + 1)
@@ -155,7 +157,7 @@ async def test_a_dead_engine_behind_the_router_costs_only_what_it_was_running(pa
 async def test_an_engine_that_hangs_is_found_told_of_and_restarted(pair: Pair) -> None:
     """Its API server still says that it is healthy."""
     one = pair[1]
-    before, ups, stalls = one.engine(), one.ups(), one.metrics().total("tidegate_engine_stalls_total")
+    before, stalls = one.engine(), one.metrics().total("tidegate_engine_stalls_total")
     async with open_client(one.base_url) as client:
         assert await ask(client, 4, stream=False) == "whole"
         stream = asyncio.create_task(ask(client, 8000, stream=True, name="stuck-stream"))
@@ -172,7 +174,7 @@ async def test_an_engine_that_hangs_is_found_told_of_and_restarted(pair: Pair) -
     assert seen.total("tidegate_engine_stalls_total") == stalls + 1
     assert seen.total("tidegate_engine_restarts_total", cause="stalled") >= 1
     assert re.search(r"engine stalled: 2 requests at it \(stuck-plain, stuck-stream\)", one.log)
-    one.next_engine(ups + 1)
+    wait_until(lambda: set(one.engine()) - set(before), "the next engine", within=60)
     assert not set(before) & processes().keys()
 
 
@@ -192,10 +194,10 @@ async def test_a_drain_completes_every_open_stream_running_or_queued(pair: Pair)
 
 
 def test_a_killed_launcher_and_a_killed_leader_leave_no_engine_and_no_socket(pair: Pair) -> None:
-    """Workers that outlive their server would go on holding the GPU."""
-    one = pair[1]
+    """Workers that outlive their server would go on holding the GPU; also while they load."""
+    one = pair.launched(1)
+    wait_until(lambda: one.engine("VLLM::EngineCore"), "an engine that loads or is ready", within=START_S)
     session = one.engine()
-    assert len(session) >= 3
     (leader,) = [pid for pid in session if session_of(pid) == pid]
     one.kill()
     with contextlib.suppress(ProcessLookupError):

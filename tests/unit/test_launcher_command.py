@@ -70,76 +70,77 @@ def seqs(number: int, limit: int) -> Flags:
     return {"--max-num-seqs": str(number), "--max-num-queued-reqs": str(limit + BACKSTOP)}
 
 
-@pytest.mark.parametrize(
-    ("device", "model", "extra", "changed"),
-    [
-        (CPU, EMBEDDED, "", {"--dtype": "float32"}),
-        (OLD_CPU, EMBEDDED, "", {"--dtype": "float32"}),
-        (OLD_CPU, LOCAL, "", {"--dtype": "float32"}),
-        (GPU, EMBEDDED, "", {}),
-        (CPU, LOCAL, "", {}),
-        (GPU, REMOTE, "", {}),
-        (OLD_CPU, REMOTE, "--dtype bfloat16", {}),
-        (CPU, REMOTE, "--max_model_len=2k", {"--max-model-len": None, "--max_model_len": "2k"}),
-        (CPU, REMOTE, "-O 1", NOT_EAGER | {"-O": "1"}),
-        (CPU, REMOTE, "-O3", NOT_EAGER | {"-O3": ""}),
-        (CPU, REMOTE, "--compilation-config.mode 3", NOT_EAGER | {"--compilation-config.mode": "3"}),
-        (CPU, REMOTE, "--no-enforce-eager", NOT_EAGER | {"--no-enforce-eager": ""}),
-        (
-            CPU,
-            REMOTE,
-            "--gpu-memory-utilization .5",
-            {"--kv-cache-memory-bytes": None, "--gpu-memory-utilization": ".5"},
-        ),
-        (GPU, EMBEDDED, "--tool-call-parser=llama3_json", {"--tool-call-parser": "llama3_json"}),
-        (GPU, LOCAL, "--served-model-name a", {"--served-model-name": "a"}),
-        (GPU, REMOTE, "--scheduling-policy fcfs", {"--scheduling-policy": "fcfs"}),
-        (GPU, REMOTE, "--max-num-seqs 8", seqs(8, 8)),
-        (EIGHT_GPUS, LOCAL, "-tp 8", {"-tp": "8"}),
-        (EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2 -tp=4", {"--pipeline-parallel-size": "2", "-tp": "4"}),
-        (EIGHT_GPUS, REMOTE, "-dp 4", seqs(256, 1024) | {"-dp": "4"}),
-        (EIGHT_GPUS, REMOTE, "-dp 4 --max-num-seqs=32", seqs(32, 128) | {"-dp": "4"}),
-        # One model over two machines, by vLLM's own workers and by Ray; both machines' GPUs make one engine.
-        (
-            EIGHT_GPUS,
-            LOCAL,
-            "-tp 8 -pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
-            {"-tp": "8", "-pp": "2", "--nnodes": "2", "--node-rank": "0", "--master-addr": "10.0.0.1"},
-        ),
-        (
-            EIGHT_GPUS,
-            LOCAL,
-            "-tp 8 -pp 2 --distributed-executor-backend ray",
-            {"-tp": "8", "-pp": "2", "--distributed-executor-backend": "ray"},
-        ),
-        # Data parallel over two machines: behind this engine all 16 ranks, behind a balancer only this machine's.
-        (
-            EIGHT_GPUS,
-            LOCAL,
-            "-dp 16 --data-parallel-size-local 8 --data-parallel-address 10.0.0.1 --enable-expert-parallel",
-            seqs(256, 16 * 256)
-            | {
-                "-dp": "16",
-                "--data-parallel-size-local": "8",
-                "--data-parallel-address": "10.0.0.1",
-                "--enable-expert-parallel": "",
-            },
-        ),
-        (
-            EIGHT_GPUS,
-            LOCAL,
-            "-dp 16 --data-parallel-size-local 8 --data-parallel-start-rank 8 --data-parallel-hybrid-lb",
-            seqs(256, 8 * 256)
-            | {
-                "-dp": "16",
-                "--data-parallel-size-local": "8",
-                "--data-parallel-start-rank": "8",
-                "--data-parallel-hybrid-lb": "",
-            },
-        ),
-        (GPU, LOCAL, "-dp 16 --data-parallel-rank 3", {"-dp": "16", "--data-parallel-rank": "3"}),
-    ],
-)
+# Also parsed by vLLM itself, in tests/engine.
+COMMAND_LINES: list[tuple[Device, Model, str, Flags]] = [
+    (CPU, EMBEDDED, "", {"--dtype": "float32"}),
+    (OLD_CPU, EMBEDDED, "", {"--dtype": "float32"}),
+    (OLD_CPU, LOCAL, "", {"--dtype": "float32"}),
+    (GPU, EMBEDDED, "", {}),
+    (CPU, LOCAL, "", {}),
+    (GPU, REMOTE, "", {}),
+    (OLD_CPU, REMOTE, "--dtype bfloat16", {}),
+    (CPU, REMOTE, "--max_model_len=2k", {"--max-model-len": None, "--max_model_len": "2k"}),
+    (CPU, REMOTE, "-O 1", NOT_EAGER | {"-O": "1"}),
+    (CPU, REMOTE, "-O3", NOT_EAGER | {"-O3": ""}),
+    (CPU, REMOTE, "--compilation-config.mode 3", NOT_EAGER | {"--compilation-config.mode": "3"}),
+    (CPU, REMOTE, "--no-enforce-eager", NOT_EAGER | {"--no-enforce-eager": ""}),
+    (
+        CPU,
+        REMOTE,
+        "--gpu-memory-utilization .5",
+        {"--kv-cache-memory-bytes": None, "--gpu-memory-utilization": ".5"},
+    ),
+    (GPU, EMBEDDED, "--tool-call-parser=llama3_json", {"--tool-call-parser": "llama3_json"}),
+    (GPU, LOCAL, "--served-model-name a", {"--served-model-name": "a"}),
+    (GPU, REMOTE, "--scheduling-policy fcfs", {"--scheduling-policy": "fcfs"}),
+    (GPU, REMOTE, "--max-num-seqs 8", seqs(8, 8)),
+    (EIGHT_GPUS, LOCAL, "-tp 8", {"-tp": "8"}),
+    (EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2 -tp=4", {"--pipeline-parallel-size": "2", "-tp": "4"}),
+    (EIGHT_GPUS, REMOTE, "-dp 4", seqs(256, 1024) | {"-dp": "4"}),
+    (EIGHT_GPUS, REMOTE, "-dp 4 --max-num-seqs=32", seqs(32, 128) | {"-dp": "4"}),
+    # One model over two machines, by vLLM's own workers and by Ray; both machines' GPUs make one engine.
+    (
+        EIGHT_GPUS,
+        LOCAL,
+        "-tp 8 -pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+        {"-tp": "8", "-pp": "2", "--nnodes": "2", "--node-rank": "0", "--master-addr": "10.0.0.1"},
+    ),
+    (
+        EIGHT_GPUS,
+        LOCAL,
+        "-tp 8 -pp 2 --distributed-executor-backend ray",
+        {"-tp": "8", "-pp": "2", "--distributed-executor-backend": "ray"},
+    ),
+    # Data parallel over two machines: behind this engine all 16 ranks, behind a balancer only this machine's.
+    (
+        EIGHT_GPUS,
+        LOCAL,
+        "-dp 16 --data-parallel-size-local 8 --data-parallel-address 10.0.0.1 --enable-expert-parallel",
+        seqs(256, 16 * 256)
+        | {
+            "-dp": "16",
+            "--data-parallel-size-local": "8",
+            "--data-parallel-address": "10.0.0.1",
+            "--enable-expert-parallel": "",
+        },
+    ),
+    (
+        EIGHT_GPUS,
+        LOCAL,
+        "-dp 16 --data-parallel-size-local 8 --data-parallel-start-rank 8 --data-parallel-hybrid-lb",
+        seqs(256, 8 * 256)
+        | {
+            "-dp": "16",
+            "--data-parallel-size-local": "8",
+            "--data-parallel-start-rank": "8",
+            "--data-parallel-hybrid-lb": "",
+        },
+    ),
+    (GPU, LOCAL, "-dp 16 --data-parallel-rank 3", {"-dp": "16", "--data-parallel-rank": "3"}),
+]
+
+
+@pytest.mark.parametrize(("device", "model", "extra", "changed"), COMMAND_LINES)
 def test_command_line(device: Device, model: Model, extra: str, changed: Flags) -> None:
     wanted = ON[device.kind] | NAMES[model] | changed
     assert flags(plan(device, model, *extra.split())) == {

@@ -1,0 +1,32 @@
+"""vLLM's own parser takes every command line that the launcher makes, for GPUs and machines that aren't here too."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.test_launcher_command import COMMAND_LINES, plan
+
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+for arguments in json.load(sys.stdin):
+    parsed = parser.parse_args(arguments)
+    validate_parsed_serve_args(parsed)
+    print(parsed.max_num_seqs, parsed.scheduling_policy)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_every_command_line_is_one_that_vllm_takes() -> None:
+    made = [plan(device, model, *extra.split()) for device, model, extra, _ in COMMAND_LINES]
+    arguments = json.dumps([one.argv[one.argv.index("-m") + 2 :] for one in made])
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE], input=arguments, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = [line.split() for line in done.stdout.splitlines() if line.endswith(("priority", "fcfs"))]
+    assert [count for count, _ in seen] == [one.flags["max-num-seqs"] for one in made]
