@@ -85,13 +85,14 @@ def router(pair: Pair) -> Iterator[str]:
         server = Server("router", argv, os.environ, Path(folder), Path(folder, "log"))
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: server.check() or _answers(f"{url}/v1/models"), "the router", within=60)
+            wait_until(lambda: _answers(server, f"{url}/v1/models"), "an answer through the router", within=60)
             yield url
         finally:
             server.stop()
 
 
-def _answers(url: str) -> bool:
+def _answers(server: Server, url: str) -> bool:
+    server.check()
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(url, trust_env=False).status_code == 200
     return False
