@@ -6,6 +6,7 @@ The launcher runs as a user would start it; everything is asked of its gateway o
 import argparse
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,18 +16,20 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
 LIMIT_S: Final = 290.0  # for everything
 ENGINE_GONE_S: Final = 10.0
 BATCH: Final = 16
-TOKENS: Final = 128
+TOKENS: Final = {"cuda": 128, "cpu": 16}  # of an answer
 SPEEDUP: Final = {"cuda": 4.0, "cpu": 1.5}  # of a batch of 16 over one by one, at least; usual are 10 and 3
 ABORTED: Final = 4
 ABORT_S: Final = 2.0  # for the engine to stop after a deadline; usual are 0.05
 DRAINED: Final = 8
+RUNNING: Final = re.compile(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", re.MULTILINE)
+DRAIN_TOKENS: Final = {"cuda": 2000, "cpu": 64}
 
 
 class Failed(Exception):
@@ -48,13 +51,9 @@ class Run:
         headers = {"x-request-timeout-ms": str(timeout_ms)}
         return await self.client.post("/v1/completions", json=body | {"stream": stream}, headers=headers)
 
-    async def stats(self) -> dict[str, Any]:
-        got: dict[str, Any] = (await self.client.get("/stats")).json()
-        return got
-
     async def running(self) -> int:
-        """Sequences at work in the engine, by its own count."""
-        return int((await self.stats())["engine"]["running"] or 0)
+        """Sequences at work in the engine, by its own count, now."""
+        return sum(int(float(count)) for count in RUNNING.findall((await self.client.get("/metrics")).text))
 
 
 async def starts(run: Run) -> str:
@@ -88,16 +87,17 @@ def batches(device: str) -> Callable[[Run], Awaitable[str]]:
     """Sixteen at once take far less time than one after another."""
 
     async def check(run: Run) -> str:
-        await run.complete(TOKENS)
+        tokens = TOKENS[device]
+        await run.complete(tokens)
         began = time.monotonic()
         for _ in range(BATCH):
-            await run.complete(TOKENS)
+            await run.complete(tokens)
         one_by_one = time.monotonic() - began
         began = time.monotonic()
-        done = await asyncio.gather(*(run.complete(TOKENS) for _ in range(BATCH)))
+        done = await asyncio.gather(*(run.complete(tokens) for _ in range(BATCH)))
         together = time.monotonic() - began
         figures = f"{one_by_one:.2f} s one by one, {together:.2f} s as one batch: {one_by_one / together:.1f} times"
-        if any(one.status_code != 200 or one.json()["usage"]["completion_tokens"] != TOKENS for one in done):
+        if any(one.status_code != 200 or one.json()["usage"]["completion_tokens"] != tokens for one in done):
             raise Failed("not every answer was whole")
         if one_by_one < SPEEDUP[device] * together:
             raise Failed(figures)
@@ -123,26 +123,28 @@ async def aborts(run: Run) -> str:
     return f"{ABORTED} told; the engine, {peak} at work, was idle {1000 * (time.monotonic() - began):.0f} ms later"
 
 
-async def drains(run: Run) -> str:
+def drains(device: str) -> Callable[[Run], Awaitable[str]]:
     """SIGTERM: what runs ends whole, newcomers are told, the exit code is 0."""
-    calls = [asyncio.create_task(run.complete(512, stream=True)) for _ in range(DRAINED)]
-    while await run.running() < DRAINED:
-        await asyncio.sleep(0.02)
-        if any(call.done() for call in calls):
-            raise Failed("an answer ended before the drain began")
-    run.process.send_signal(signal.SIGTERM)
-    while True:
-        if (await run.client.get("/readyz")).status_code == 503:
-            break
-    if (late := await run.complete(1)).status_code != 503:
-        raise Failed(f"a newcomer got {late.status_code}")
-    whole = sum(
-        one.text.endswith("data: [DONE]\n\n") and '"error": {' not in one.text for one in await asyncio.gather(*calls)
-    )
-    code = await asyncio.to_thread(run.process.wait, 60)
-    if (whole, code) != (DRAINED, 0):
-        raise Failed(f"{whole} of {DRAINED} streams whole, exit code {code}")
-    return f"{whole} of {DRAINED} streams whole, newcomers got 503, exit code 0"
+
+    async def check(run: Run) -> str:
+        calls = [asyncio.create_task(run.complete(DRAIN_TOKENS[device], stream=True)) for _ in range(DRAINED)]
+        while await run.running() < DRAINED:
+            if any(call.done() for call in calls):
+                raise Failed("an answer ended before the drain began")
+        run.process.send_signal(signal.SIGTERM)
+        while (await run.client.get("/readyz")).status_code == 200:
+            if any(call.done() for call in calls):
+                raise Failed("readiness did not fail at once")
+        if (late := await run.complete(1)).status_code != 503:
+            raise Failed(f"a newcomer got {late.status_code}")
+        texts = [one.text for one in await asyncio.gather(*calls)]
+        whole = sum(text.endswith("data: [DONE]\n\n") and '"error": {' not in text for text in texts)
+        code = await asyncio.to_thread(run.process.wait, 60)
+        if (whole, code) != (DRAINED, 0):
+            raise Failed(f"{whole} of {DRAINED} streams whole, exit code {code}")
+        return f"{whole} of {DRAINED} streams whole, newcomers got 503, exit code 0"
+
+    return check
 
 
 def leaves_nothing(folder: Path) -> Callable[[Run], Awaitable[str]]:
@@ -180,7 +182,7 @@ async def check_all(process: subprocess.Popen[bytes], url: str, device: str, fol
         ("answers", answers),
         ("batch of 16", batches(device)),
         ("deadline aborts", aborts),
-        ("drain", drains),
+        ("drain", drains(device)),
         ("leaves nothing", leaves_nothing(folder)),
     ]
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
