@@ -47,7 +47,7 @@ ENDS: Final = {  # of a whole stream
 }
 GAUGES: Final = ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_house_requests", "tidegate_held_bytes")
 ERROR: Final = re.compile(r'"error": ?\{')
-REPORT: Final = Path("reports/chaos.json")
+REPORT: Final = Path("reports", "chaos.json")
 
 
 @dataclass(frozen=True, slots=True)

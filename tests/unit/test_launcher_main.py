@@ -17,6 +17,7 @@ import pytest
 from tests.harness import ROOT, Child, free_port, wait_until
 from tests.unit.launcher_engine import is_alive
 from tests.unit.test_launcher_guard import alive_in
+from tests.unit.test_launcher_init import UNSHARE, can_unshare
 
 ENGINE = Path(__file__).with_name("launcher_engine.py")
 FOREVER: dict[str, Any] = {}
@@ -178,6 +179,43 @@ def test_an_engine_that_cannot_start_ends_it_with_the_reason(launch: Launch) -> 
     assert "engine   | usage: api_server.py" in one.log
     assert "Traceback" not in one.log
     assert len(one.notes) == 1
+
+
+@pytest.mark.parametrize("before", [{}, {"after": 0.1}], ids=["before it is ready", "after"])
+@pytest.mark.parametrize("how", [{"exit": 0}, {"exit": 1}, {"signal": signal.SIGSEGV}], ids=["0", "1", "SIGSEGV"])
+def test_an_engines_end_is_never_taken_for_success(launch: Launch, how: dict[str, Any], before: dict[str, Any]) -> None:
+    one = launch("MODEL", lives=[before | how], max_restarts="0")
+    assert one.exit_code() == 1
+    assert "killed by SIGSEGV" in one.log if "signal" in how else f"exit code {how['exit']}" in one.log
+
+
+@pytest.mark.skipif(not can_unshare(), reason="makes a process namespace, which takes root and the tool `unshare`")
+def test_as_process_1_of_a_container_it_restarts_drains_and_leaves_no_zombie() -> None:
+    one = Launcher(lives=[{"child": True, "after": 0.2, "exit": 1}, FOREVER])
+    command = [*UNSHARE, sys.executable, "-m", "launcher", str(one.model)]
+    try:
+        with one.log_path.open("wb") as log:
+            outer = subprocess.Popen(command, cwd=one.cache, env=os.environ | one.environment, stdout=log, stderr=log)
+        wait_until(lambda: one.log.count("ready: ") == 2, "a restart")
+        (init,) = children_of(outer.pid)
+        states = [state_of(pid) for pid in (init, *children_of(init))]
+        assert len(states) >= 2
+        assert "Z" not in states
+        os.kill(init, signal.SIGTERM)
+        assert outer.wait(20) == 0
+        assert not list(one.run.iterdir())
+    finally:
+        outer.kill()
+        outer.wait()
+        one.folder.cleanup()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.slow

@@ -1,0 +1,47 @@
+"""A hung engine is found though its `/health` is good; one that works long is left alone."""
+
+import asyncio
+import os
+import random
+import signal
+
+from tests.engine.clients import raw, words
+from tests.engine.conftest import Start
+from tests.engine.launched import processes, session_of
+from tests.engine.real import Vllm
+from tests.harness import COMPLETIONS, refused, until
+
+STALL_S = 3
+
+
+async def test_an_engine_that_answers_health_and_makes_no_token_is_found(gateway: Start, vllm: Vllm) -> None:
+    gate = gateway(fresh=True, stall_s=STALL_S)
+    cores = [pid for pid, title in processes().items() if title.startswith("VLLM::EngineCore")]
+    (core,) = [pid for pid in cores if session_of(pid) == vllm.pid]
+    async with raw(gate) as client:
+        call = asyncio.create_task(client.post(COMPLETIONS, json=words(2000, stream=True)))
+        await until(lambda: gate.stats()["engine"]["running"] == 1, "work at the engine")
+        os.kill(core, signal.SIGSTOP)
+        try:
+            await until(lambda: gate.get("/enginez").status_code == 503, "the stall to be found")
+            assert vllm.ask("GET", "/health").status_code == 200
+            assert gate.get("/readyz").status_code == 503
+            assert gate.metrics().total("tidegate_engine_stalls_total") == 1
+            refused(await client.post(COMPLETIONS, json=words(4)), "engine_unavailable")
+        finally:
+            os.kill(core, signal.SIGCONT)
+        answer = await call
+        assert answer.text.count("data: ") == 2001
+        await until(lambda: gate.get("/readyz").status_code == 200, "recovery")
+
+
+async def test_a_long_prefill_is_no_stall(gateway: Start) -> None:
+    gate = gateway(fresh=True, stall_s=STALL_S)
+    prompts = [[random.randrange(100, 40_000) for _ in range(8000)] for _ in range(8)]
+    async with raw(gate) as client:
+        call = asyncio.create_task(client.post(COMPLETIONS, json=words(1, prompts)))
+        while not call.done():
+            assert gate.get("/enginez").status_code == 200
+            await asyncio.sleep(0.1)
+        assert (await call).status_code == 200
+    assert gate.metrics().total("tidegate_engine_stalls_total") == 0
