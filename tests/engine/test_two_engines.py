@@ -26,7 +26,7 @@ from tests.wire import Json
 pytestmark = pytest.mark.timeout(4 * START_S)
 
 SLOTS = 8
-TURNS = 4  # requests of each client
+TURNS = 3  # requests of each client after the kill
 STALL_S = 15  # the other engine may be starting on the same cores
 SETTINGS = {
     "TIDEGATE_MAX_IN_FLIGHT": str(SLOTS),
@@ -132,19 +132,23 @@ async def test_a_dead_engine_behind_the_router_costs_only_what_it_was_running(pa
     dead, other = pair[0], pair[1]
     before, ups = dead.engine(), dead.ups()
     done: Counter[str] = Counter()
+    killed = asyncio.Event()
     async with open_client(router) as client:
 
         async def keep_asking(number: int) -> None:
-            for turn in range(TURNS):
-                done[await ask(client, 64, stream=(number + turn) % 2 == 0)] += 1
+            more = TURNS
+            while more:
+                more -= killed.is_set()
+                done[await ask(client, 64, stream=(number + sum(done.values())) % 2 == 0)] += 1
 
         asking = [asyncio.create_task(keep_asking(number)) for number in range(4 * SLOTS)]
         await until(lambda: sum(done.values()) >= 20, "some answers", within=120)
-        await until(lambda: dead.ask("/stats")[1]["in_flight"] == SLOTS, "a busy engine", within=60)
-        os.kill(dead.engine("VLLM::EngineCore")[0], signal.SIGKILL)
+        core = dead.engine("VLLM::EngineCore")[0]
+        await until(lambda: dead.ask("/stats")[1]["in_flight"] >= SLOTS // 2, "a busy engine", within=60)
+        os.kill(core, signal.SIGKILL)
+        killed.set()
         await asyncio.gather(*asking)
     lost = sum(done.values()) - done["whole"]
-    assert sum(done.values()) == TURNS * 4 * SLOTS
     # Its API server outlives it by two seconds and fails whatever comes then; the router asks the other again.
     assert lost <= min(SLOTS, errors(dead)), done
     assert set(done) <= {"whole", "error in the stream", "502 engine_error"}, done
