@@ -46,6 +46,7 @@ class Admission:
             with call.interruptible():
                 body_limit = call.deadline.arrived + self._settings.body_s
                 body = await self._forwarder.read_body(call, guest, body_limit)
+                call.read_at = self._loop.time()
                 ticket = self._queue(call, body[0])
                 watcher = asyncio.create_task(call.watch())
                 try:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from app.relay import Relay
 
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+TRACEPARENT: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 DISCARD_BYTES: Final = 16 * 1024 * 1024
 DISCARD_S: Final = 5.0
 CLOSE: Final = "tidegate.close"  # our server puts the ways to end a connection into the scope
@@ -51,6 +52,7 @@ class Call:
         self.outcome = ""
         self.status = 0
         self.sent_bytes = 0
+        self.read_at: float | None = None  # when the body was whole
         self.queued_at: float | None = None
         self.admitted_at: float | None = None
         self.sent_at: float | None = None  # when the request went to the engine
@@ -120,6 +122,9 @@ class Call:
         self.status = status
         self.head_at = self._loop.time()
         headers.append((b"x-request-id", self.id))
+        if self.admitted_at is not None and self.queued_at is not None:
+            waited_ms = b"%.1f" % ((self.admitted_at - self.queued_at) * 1000)
+            headers += [(b"x-tidegate-lane", self.demand.lane.encode()), (b"x-tidegate-queue-ms", waited_ms)]
         await self.raw_send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, data: bytes) -> None:
@@ -200,6 +205,7 @@ class Call:
             "first_byte_ms": None if self.head_at is None else round((self.head_at - arrived) * 1000, 1),
             "total_ms": round((now - arrived) * 1000, 1),
             "bytes": self.sent_bytes,
+            "trace_id": _trace_id(self.headers.get(b"traceparent", b"")),
         }
 
 
@@ -208,6 +214,12 @@ def _by_name(headers: Headers) -> dict[bytes, bytes]:
     if len(named) != len(headers):  # a header that is repeated is a list
         named = {name: b",".join(value for other, value in headers if other == name) for name in named}
     return named
+
+
+def _trace_id(traceparent: bytes) -> str | None:
+    """The trace to which the client says its request belongs, as W3C writes it."""
+    found = TRACEPARENT.fullmatch(traceparent)
+    return found[1].decode() if found else None
 
 
 def _nothing() -> None:

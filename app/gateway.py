@@ -19,9 +19,11 @@ from app.lanes import Lanes
 from app.log import RequestLog
 from app.metrics import Metrics
 from app.monitor import Monitor
+from app.recent import Recent
 from app.relay import end_broken
 from app.routes import Routes, Way
 from app.settings import Settings
+from app.stats import Stats
 from app.status import EngineStatus
 
 log = logging.getLogger("tidegate")
@@ -35,7 +37,6 @@ class Gateway:
     def __init__(self, settings: Settings, keys: Keys, status: EngineStatus, *, alone: bool) -> None:
         self.settings = settings
         self.status = status
-        self.started_at = asyncio.get_running_loop().time()
         self.house = House(
             settings.max_in_flight + settings.max_queue, settings.max_body_bytes, settings.max_held_bytes
         )
@@ -47,6 +48,8 @@ class Gateway:
         self.admission = Admission(settings, status, self.house, self._lanes, forwarder)
         self._beside = Beside(status, self.house, forwarder)
         self.metrics = Metrics(settings, status, self.admission.gate, self.house)
+        self._recent = Recent(self.admission.gate.lanes)
+        self.stats = Stats(self.admission.gate, self.house, self.metrics, self.monitor, status, self._recent)
         self._keys = keys
         self._log = RequestLog()
         self._calls: set[Call] = set()
@@ -137,6 +140,7 @@ class Gateway:
         call.outcome = call.outcome or "engine_error"
         if gated:
             self.metrics.ended(call, now)
+            self._recent.ended(call, now)
         self._log.write(call, now)
 
 

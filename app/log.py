@@ -1,14 +1,16 @@
 """Log lines, for people or as JSON. One line ends each request; of a storm a part is shown and the rest counted."""
 
+import asyncio
 import json
 import logging
 import sys
 import time
+from collections import Counter
 from typing import Any, Final
 
 from app.call import Call
 
-LINES_PER_S: Final = 50  # of lines about requests; the rest of a second is counted only
+LINES_PER_S: Final = 50  # of lines about requests of one outcome; the rest of a second is counted only
 
 _requests = logging.getLogger("tidegate.request")
 
@@ -50,22 +52,25 @@ def _not_an_incomplete_answer(record: logging.LogRecord) -> bool:
 
 
 class RequestLog:
-    """Writes the line that ends a request."""
+    """Writes the line that ends a request; each outcome has its own share, so that a storm of one hides no other."""
 
     def __init__(self) -> None:
-        self._second = 0
-        self._written = 0
-        self._left_out = 0
+        self._loop = asyncio.get_running_loop()
+        self._seen: Counter[str] = Counter()  # in this second, by outcome
+        self._second_ends: asyncio.TimerHandle | None = None
 
     def write(self, call: Call, now: float) -> None:
-        """One line for a call that is over, unless this second has had its share."""
-        second = int(time.monotonic())
-        if second != self._second:
-            if self._left_out:
-                _requests.info("%d lines about requests left out", self._left_out)
-            self._second, self._written, self._left_out = second, 0, 0
-        self._written += 1
-        if self._written > LINES_PER_S:
-            self._left_out += 1
-        else:
+        """One line for a call that is over, unless its kind has had its share."""
+        if self._second_ends is None:
+            self._second_ends = self._loop.call_later(1.0, self._count)
+        self._seen[call.outcome] += 1
+        if self._seen[call.outcome] <= LINES_PER_S:
             _requests.info("request", extra={"fields": call.log_fields(now)})
+
+    def _count(self) -> None:
+        """Say what was left out, also when nobody comes any more."""
+        self._second_ends = None
+        left_out = {name: count - LINES_PER_S for name, count in self._seen.items() if count > LINES_PER_S}
+        self._seen.clear()
+        if left_out:
+            _requests.info("lines about requests left out", extra={"fields": left_out})

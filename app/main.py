@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from app.gateway import Door, Gateway
@@ -15,11 +15,20 @@ from app.keys import load_keys
 from app.metrics import CONTENT_TYPE
 from app.routes import FORWARDED, OPS, PAGES, Routes
 from app.settings import Settings
-from app.stats import snapshot
 from app.status import EngineState, EngineStatus
 
-PAGE: Final = Path(__file__).parent / "page" / "index.html"
-TOLD_TO_BROWSERS: Final = ["x-request-id", "x-tidegate-reason", "retry-after", "retry-after-ms", "x-should-retry"]
+PAGE: Final = Path(__file__).parent / "page"
+PAGE_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
+TOLD_TO_BROWSERS: Final = (
+    "x-request-id x-tidegate-reason x-tidegate-lane x-tidegate-queue-ms retry-after retry-after-ms x-should-retry"
+).split()
 
 ops = APIRouter()
 pages = APIRouter()
@@ -39,10 +48,11 @@ def create_app(settings: Settings, engine_status: EngineStatus | None = None) ->
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         alone = engine_status is None
         gateway = app.state.gateway = Gateway(settings, keys, engine_status or EngineStatus(), alone=alone)
-        watching = asyncio.create_task(gateway.monitor.run())
+        tasks = [asyncio.create_task(work.run()) for work in (gateway.monitor, gateway.stats)]
         opened.set()
         yield
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         await gateway.aclose()
 
     app = FastAPI(title="Tidegate", lifespan=lifespan, openapi_url=None)
@@ -120,14 +130,22 @@ async def metrics(request: Request) -> Response:
 
 @pages.get("/stats")
 async def stats(request: Request) -> Response:
-    """What is going on now."""
-    gateway = _gateway(request)
-    uptime_s = asyncio.get_running_loop().time() - gateway.started_at
-    shown = snapshot(gateway.admission.gate, gateway.metrics, gateway.monitor, gateway.status, uptime_s)
-    return JSONResponse(shown)
+    """What is going on now; `?watch=1` goes on telling, `&history=1` begins with the last five minutes."""
+    gateway, asked = _gateway(request), request.query_params
+    if asked.get("watch") != "1":
+        return JSONResponse(gateway.stats.snapshot())
+    events = gateway.stats.watch(gateway.empty, history=asked.get("history") == "1")
+    return StreamingResponse(events, headers=STREAM_HEADERS, media_type="text/event-stream")
 
 
 @pages.get("/")
 async def page() -> Response:
     """The same for people."""
-    return FileResponse(PAGE)
+    return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+
+@pages.get("/page.js")
+@pages.get("/page.css")
+async def page_part(request: Request) -> Response:
+    """What the page is made of."""
+    return FileResponse(PAGE / request.url.path.lstrip("/"), headers=PAGE_HEADERS)

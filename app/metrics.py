@@ -1,7 +1,8 @@
 """Our own metrics, and the engine's passed on untouched. Counted per request, never per event."""
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, Protocol
 
@@ -13,11 +14,18 @@ from app.errors import DEADLINE, REFUSAL_KINDS, Refused
 from app.gate import Gate
 from app.house import House
 from app.settings import Settings
-from app.status import CAUSES, EngineStatus
+from app.status import RESTART_CAUSES, EngineStatus
 
 SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+GAP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 15, 60, 600)
+OVERHEAD_SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 OUTCOMES: Final = ("completed", "refused", "deadline", "client_left", "engine_error", "invalid")
 PHASES: Final = ("body", "queue", "first byte", "answer")
+RETRIES: Final = {
+    b"1": "1",
+    b"2": "2",
+}  # what x-stainless-retry-count says, and its label; what is more has one together
+MORE_RETRIES: Final = "3+"
 ABORT_CAUSES: Final = ("deadline", "client_left", "draining")
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -29,6 +37,9 @@ def _version() -> str:
         return "unknown"
 
 
+VERSION: Final = _version()
+
+
 class Metrics:
     """What is counted; series exist from the start wherever their labels are known."""
 
@@ -38,6 +49,8 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         lanes = [lane.name for lane in settings.lanes]
         self.total_requests = 0  # gated arrivals, refused ones too
+        self.outcomes = Tally(dict.fromkeys(OUTCOMES, 0))
+        self.refusals = Tally({kind.reason: 0 for kind in REFUSAL_KINDS})
         self._requests = self._counter("requests", "Gated requests that have ended.", "lane", "route", "outcome")
         self._refusals = self._counter("refusals", "Refusals by what they were for.", "reason", "lane")
         self._deadlines = self._counter("deadline_exceeded", "Deadlines that passed, by phase.", "lane", "phase")
@@ -45,15 +58,31 @@ class Metrics:
         self._queue_wait = self._histogram("queue_wait_seconds", "Time in the gate's queue.", "lane")
         self._first_byte = self._histogram("time_to_first_byte_seconds", "From arrival to the head sent.", "lane")
         self._duration = self._histogram("request_seconds", "From arrival to the end.", "lane", "outcome")
+        self._gap = self._histogram(
+            "inter_event_gap_seconds", "Between two pieces of a stream, a sample.", "lane", buckets=GAP_SECONDS
+        )
+        self._overhead = self._histogram(
+            "overhead_seconds",
+            "From the whole body to the engine, less the wait in the queue.",
+            "lane",
+            buckets=OVERHEAD_SECONDS,
+        )
+        self._disconnects = self._counter("client_disconnects", "Clients that left early, by phase.", "lane", "phase")
+        self._retries = self._counter("retries", "Requests that say they are a repetition, by which one.", "attempt")
         for lane in lanes:
             for kind in REFUSAL_KINDS:
                 self._refusals.labels(kind.reason, lane)
             for phase in PHASES:
                 self._deadlines.labels(lane, phase)
+                self._disconnects.labels(lane, phase)
             for outcome in OUTCOMES:
                 self._duration.labels(lane, outcome)
             self._queue_wait.labels(lane)
             self._first_byte.labels(lane)
+            self._gap.labels(lane)
+            self._overhead.labels(lane)
+        for attempt in (*RETRIES.values(), MORE_RETRIES):
+            self._retries.labels(attempt)
         for kind in REFUSAL_KINDS:
             self._refusals.labels(kind.reason, NO_LANE)
         for cause in ABORT_CAUSES:
@@ -63,8 +92,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"tidegate_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(f"tidegate_{name}", text, labels, registry=self.registry, buckets=SECONDS)
+    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(f"tidegate_{name}", text, labels, registry=self.registry, buckets=buckets)
 
     def refused(self, call: Call, refused: Refused) -> None:
         """Count a refusal or a deadline by what it was for."""
@@ -73,6 +102,7 @@ class Metrics:
             self._deadlines.labels(lane, call.phase).inc()
         else:
             self._refusals.labels(refused.kind.reason, lane).inc()
+            self.refusals[refused.kind.reason] += refused.kind in REFUSAL_KINDS
 
     def aborted(self, cause: str) -> None:
         """Count work that was cut at the engine; vLLM's own metrics leave such requests out."""
@@ -82,16 +112,34 @@ class Metrics:
         """Count a gated request that is over."""
         assert call.route is not None
         lane, arrived = call.demand.lane, call.deadline.arrived
+        self.outcomes[call.outcome] += 1
         self._requests.labels(lane, call.route.name, call.outcome).inc()
         self._duration.labels(lane, call.outcome).observe(now - arrived)
         if call.admitted_at is not None and call.queued_at is not None:
             self._queue_wait.labels(lane).observe(call.admitted_at - call.queued_at)
         if call.head_at is not None and call.relay is not None:
             self._first_byte.labels(lane).observe(call.head_at - arrived)
+        if call.relay is not None:
+            for gap_s in call.relay.gaps:
+                self._gap.labels(lane).observe(gap_s)
+        if (overhead_s := _overhead_s(call)) is not None:
+            self._overhead.labels(lane).observe(overhead_s)
+        if call.outcome == "client_left":
+            self._disconnects.labels(lane, call.phase).inc()
+        repeated = call.headers.get(b"x-stainless-retry-count", b"0")
+        if repeated.isdigit() and int(repeated[:9]):
+            self._retries.labels(RETRIES.get(repeated, MORE_RETRIES)).inc()
 
     def render(self, engine_text: bytes | None) -> bytes:
         """Our series and the engine's `vllm:` series in Prometheus's text format."""
         return generate_latest(self.registry) + b"".join(_vllm_lines(engine_text or b""))
+
+
+def _overhead_s(call: Call) -> float | None:
+    """What the way to the engine took here; None for a request that never got there."""
+    if call.read_at is None or call.queued_at is None or call.admitted_at is None or call.sent_at is None:
+        return None
+    return call.queued_at - call.read_at + call.sent_at - call.admitted_at
 
 
 class _Live:
@@ -116,14 +164,14 @@ class _Live:
         yield _gauge("engine_up", "1 while the engine takes requests.", [(status.ready,)])
         yield _gauge("engine_start_seconds", "Duration of the last start.", [(status.last_start_s or 0.0,)])
         restarts = CounterMetricFamily("tidegate_engine_restarts", "Engine restarts by cause.", labels=["cause"])
-        for cause in CAUSES:
+        for cause in RESTART_CAUSES:
             restarts.add_metric([cause], status.restarts[cause])
         yield restarts
         stalls = CounterMetricFamily("tidegate_engine_stalls", "Times the engine was found stalled.")
         stalls.add_metric([], status.stalls)
         yield stalls
         build = GaugeMetricFamily("tidegate_build_info", "What is running.", labels=["version", "python"])
-        build.add_metric([_version(), platform.python_version()], 1)
+        build.add_metric([VERSION, platform.python_version()], 1)
         yield build
 
 

@@ -173,7 +173,7 @@ class Monitor:
             self._history.clear()
             self._learned_at = self._text_tokens = self._exact_tokens = 0
             if self._alone:
-                self._status.restarts["unknown"] += 1
+                self._status.count_restart("unknown")
         self._history.append((now, reading))
         while self._history[0][0] < now - WINDOW_S:
             self._history.popleft()

@@ -13,6 +13,7 @@ from app.headers import to_client
 from app.sse import KEEP_ALIVE, EngineErrorEvent, FirstEvent, Tail
 
 HELD_BYTES: Final = 1024 * 1024  # of a first event that does not end; then it goes out as it is
+GAP_EVERY: Final = 16  # of so many pieces, for one the time since the piece before it is kept
 LAST_WORD_S: Final = 2.0  # for a client that reads slowly to take the error that ends its stream
 
 
@@ -20,6 +21,7 @@ class Activity:
     """When the engine last sent anything, in the loop's seconds; one of what tells a slow engine from a stalled one."""
 
     last_bytes_at = 0.0
+    pieces = 0  # of all streams, so that short ones have their part in the sample of gaps
 
 
 class Relay:
@@ -37,6 +39,7 @@ class Relay:
         self._keepalive_s = keepalive_s
         self._activity = activity
         self._last_sent_at = 0.0
+        self.gaps: list[float] = []  # a sample, in seconds
         self._pulse: asyncio.TimerHandle | None = None
         self.family = call.route.family
         self.tail = Tail(self.family)
@@ -122,7 +125,11 @@ class Relay:
             raise httpx.RemoteProtocolError("the engine ended the stream without its end mark")
 
     async def _pass(self, data: bytes) -> None:
-        self._activity.last_bytes_at = self._last_sent_at = self._loop.time()
+        now = self._loop.time()
+        self._activity.pieces += 1
+        if not self._activity.pieces % GAP_EVERY and self.has_events and self._last_sent_at:
+            self.gaps.append(now - self._last_sent_at)
+        self._activity.last_bytes_at = self._last_sent_at = now
         self.tail.feed(data)
         await self._call.send(data)
 

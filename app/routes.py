@@ -61,7 +61,7 @@ FORWARDED: Final = (
     Route("/version", "GET", Way.BESIDE),
 )
 OPS: Final = tuple(_own(Way.OPEN, "/livez", "/readyz", "/health", "/enginez", "/metrics"))
-PAGES: Final = (*_own(Way.OPEN, "/"), *_own(Way.GUARDED, "/stats"))
+PAGES: Final = (*_own(Way.OPEN, "/", "/page.js", "/page.css"), *_own(Way.GUARDED, "/stats"))
 
 GENERATION: Final = frozenset({Family.CHAT, Family.COMPLETIONS, Family.RESPONSES, Family.MESSAGES})
 

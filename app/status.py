@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
@@ -10,8 +10,9 @@ from typing import Final
 from app.errors import ENGINE_UNAVAILABLE, Refused
 from app.pace import MAX_RETRY_AFTER_S
 
+RESTART_CAUSES: Final = ("exit", "killed", "oom", "stalled", "start", "unknown")
+RESTARTS_KEPT: Final = 5
 NEVER_STARTED_S: Final = 10  # Retry-After while it is not known how long a start takes
-CAUSES: Final = ("exit", "killed", "oom", "stalled", "start", "unknown")  # of restarts
 
 
 class EngineState(StrEnum):
@@ -30,6 +31,7 @@ class EngineStatus:
     def __init__(self) -> None:
         self.state = EngineState.STARTING
         self.restarts: Counter[str] = Counter()
+        self.last_restarts: deque[tuple[float, str]] = deque(maxlen=RESTARTS_KEPT)  # Unix time and cause
         self.stalls = 0
         self.last_start_s: float | None = None
         self.on_stall: Callable[[], None] | None = None  # the launcher restarts the engine
@@ -54,9 +56,14 @@ class EngineStatus:
         self.state = EngineState.READY
 
     def engine_died(self, cause: str, pause_s: float = 0.0) -> None:
-        """It is gone and will be started again in `pause_s`; `cause` is one of `CAUSES`."""
-        self.restarts[cause] += 1
+        """It is gone and will be started again in `pause_s`; `cause` is one of `RESTART_CAUSES`."""
+        self.count_restart(cause)
         self.start_begins(pause_s)
+
+    def count_restart(self, cause: str) -> None:
+        """Count a restart that is about to be, or that has been noticed."""
+        self.restarts[cause] += 1
+        self.last_restarts.append((time.time(), cause))
 
     def gave_up(self) -> None:
         """It will not be started again."""

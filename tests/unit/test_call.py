@@ -285,6 +285,7 @@ async def test_the_log_says_when_and_how_long_and_nothing_of_what_was_asked() ->
         "first_byte_ms": 4000,
         "total_ms": 6000,
         "bytes": 5,
+        "trace_id": None,
     }
     assert "s3cret" not in json.dumps(fields)
 

@@ -1,16 +1,15 @@
 """The log: one line a request, in either format, and of a storm only a part."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.call import Call
 from app.log import LINES_PER_S, RequestLog, configure
-from tests.unit.virtual_clock import VirtualClock
 from tests.unit.virtual_time import loops
 
 LOOPS = loops()
@@ -25,14 +24,16 @@ def _restored() -> Iterator[None]:
     root.handlers, root.level, uvicorn.filters, httpx.level = kept
 
 
-def call(request_id: bytes) -> Call:
+def call(request_id: bytes, outcome: str = "", traceparent: bytes = b"") -> Call:
     """One that ended before its route was known."""
 
     async def nothing(*_: object) -> None:
         raise AssertionError
 
-    scope = {"headers": [(b"x-request-id", request_id)], "raw_path": b"/"}
-    return Call(scope, nothing, nothing)  # type: ignore[arg-type]
+    scope = {"headers": [(b"x-request-id", request_id), (b"traceparent", traceparent)], "raw_path": b"/"}
+    made = Call(scope, nothing, nothing)  # type: ignore[arg-type]
+    made.outcome = outcome
+    return made
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -98,18 +99,43 @@ def test_libraries_do_not_report_each_request(capsys: pytest.CaptureFixture[str]
     assert lines(capsys) == []
 
 
-async def test_of_a_storm_a_part_is_shown_and_the_rest_counted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+async def test_of_a_storm_a_part_is_shown_and_the_rest_counted_also_when_nobody_comes_any_more(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    clock = VirtualClock()
-    monkeypatch.setattr("app.log.time", SimpleNamespace(monotonic=clock.time))
     configure("console")
     log = RequestLog()
     for number in range(LINES_PER_S + 200):
-        log.write(call(b"%d" % number), now=1000)
+        log.write(call(b"%d" % number, "refused"), now=1000)
     assert len(lines(capsys)) == LINES_PER_S
-    clock.skip(1)
-    log.write(call(b"next"), now=1001)
-    counted, following = lines(capsys)
-    assert "200 lines about requests left out" in counted
+    await asyncio.sleep(1.1)
+    [counted] = lines(capsys)
+    assert counted.endswith("lines about requests left out refused=200")
+    log.write(call(b"next", "refused"), now=1001)
+    await asyncio.sleep(1.1)
+    [following] = lines(capsys)
     assert "id=next" in following
+
+
+async def test_a_storm_of_refusals_hides_no_other_request(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("console")
+    log = RequestLog()
+    for number in range(LINES_PER_S + 1):
+        log.write(call(b"%d" % number, "refused"), now=1000)
+    lines(capsys)
+    log.write(call(b"good", "completed"), now=1000)
+    [shown] = lines(capsys)
+    assert "id=good" in shown
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "trace_id"),
+    [
+        (b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "4bf92f3577b34da6a3ce929d0e0e4736"),
+        (b"cc-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-later", "4bf92f3577b34da6a3ce929d0e0e4736"),
+        (b"00-4bf92f3577b34da6a3ce929d0e0e4736", None),
+        (b"line\nbreak", None),
+        (b"", None),
+    ],
+)
+async def test_a_line_names_the_trace_that_the_client_named(traceparent: bytes, trace_id: str | None) -> None:
+    assert call(b"me", traceparent=traceparent).log_fields(1001)["trace_id"] == trace_id

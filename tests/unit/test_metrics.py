@@ -1,6 +1,11 @@
 """What a scrape shows: our series by their names, from the start, and the engine's as they are."""
 
 import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -16,7 +21,7 @@ from app.metrics import ABORT_CAUSES, OUTCOMES, PHASES, Metrics
 from app.relay import Relay
 from app.routes import FORWARDED
 from app.settings import Settings
-from app.status import CAUSES, EngineStatus
+from app.status import RESTART_CAUSES, EngineStatus
 from tests.unit.virtual_clock import VirtualClock
 from tests.unit.virtual_time import loops
 
@@ -38,6 +43,11 @@ NAMES = {
     "tidegate_engine_start_seconds": set(),
     "tidegate_engine_stalls_total": set(),
     "tidegate_draining": set(),
+    "tidegate_client_disconnects_total": {"lane", "phase"},
+    "tidegate_retries_total": {"attempt"},
+    "tidegate_inter_event_gap_seconds": {"lane"},
+    "tidegate_overhead_seconds": {"lane"},
+    "tidegate_build_info": {"version", "python"},
 }
 ENGINE = b"""\
 # HELP python_gc_objects_collected_total Objects collected during gc
@@ -87,13 +97,14 @@ def one() -> Counted:
     return Counted()
 
 
-def call(lane: str = "short", outcome: str = "completed") -> Call:
+def call(lane: str = "short", outcome: str = "completed", **headers: str) -> Call:
     """A gated call that arrived at 1,000 s."""
 
     async def nothing(*_: object) -> None:
         raise AssertionError
 
-    scope = {"type": "http", "headers": [], "raw_path": b"/v1/completions"}
+    sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "headers": sent, "raw_path": b"/v1/completions"}
     made = Call(scope, nothing, nothing)  # type: ignore[arg-type]
     made.route = next(route for route in FORWARDED if route.name == "/v1/completions")
     made.demand = Demand(lane)
@@ -150,21 +161,26 @@ def test_gauges_show_the_moment_of_the_scrape(one: Counted) -> None:
     assert one.value("tidegate_in_flight", lane="long") == one.value("tidegate_queue_depth", lane="long") == 0
     assert one.value("tidegate_house_requests") == one.value("tidegate_held_bytes") == 0
     assert (one.value("tidegate_engine_up"), one.value("tidegate_draining")) == (0, 1)
-    restarts = {cause: one.value("tidegate_engine_restarts_total", cause=cause) for cause in CAUSES}
-    assert restarts == {cause: float(cause == "exit") for cause in CAUSES}, "each series is there from the start"
+    restarts = {cause: one.value("tidegate_engine_restarts_total", cause=cause) for cause in RESTART_CAUSES}
+    assert restarts == {cause: float(cause == "exit") for cause in RESTART_CAUSES}, "each series is there from the start"
     assert one.value("tidegate_engine_stalls_total") == 1
 
 
 async def test_an_ended_request_is_counted_with_its_times(one: Counted) -> None:
     ended = call("long", "deadline")
     ended.queued_at, ended.admitted_at, ended.sent_at, ended.head_at = 1000.5, 1002.5, 1002.5, 1003.0
-    ended.relay = cast(Relay, object())
+    ended.read_at = 1000.25
+    ended.relay = cast(Relay, SimpleNamespace(gaps=[0.02, 0.03]))
     one.metrics.ended(ended, 1010.0)
     route = {"route": "/v1/completions"}
     assert one.value("tidegate_requests_total", lane="long", outcome="deadline", **route) == 1
     assert one.value("tidegate_request_seconds_sum", lane="long", outcome="deadline") == 10
     assert one.value("tidegate_queue_wait_seconds_sum", lane="long") == 2
     assert one.value("tidegate_time_to_first_byte_seconds_sum", lane="long") == 3
+    assert one.value("tidegate_overhead_seconds_sum", lane="long") == 0.25
+    assert one.value("tidegate_inter_event_gap_seconds_sum", lane="long") == 0.05
+    assert one.value("tidegate_inter_event_gap_seconds_count", lane="long") == 2
+    assert one.metrics.outcomes["deadline"] == 1
 
 
 async def test_a_refused_request_does_not_flatter_the_waiting_and_first_byte_times(one: Counted) -> None:
@@ -184,6 +200,7 @@ async def test_refusals_are_counted_by_reason_and_deadlines_by_phase(one: Counte
     one.metrics.refused(late, Refused(DEADLINE, ""))
     one.metrics.aborted("client_left")
     assert one.value("tidegate_refusals_total", reason="queue_full", lane="-") == 1
+    assert +one.metrics.refusals == {"queue_full": 1}
     assert one.value("tidegate_refusals_total", reason="deadline", lane="-") is None
     assert one.value("tidegate_deadline_exceeded_total", phase="body", lane="-") == 1
     assert one.value("tidegate_deadline_exceeded_total", phase="answer", lane="long") == 1
@@ -218,3 +235,54 @@ def test_a_last_line_without_an_end_gets_one(one: Counted) -> None:
 def test_two_gateways_in_one_process_count_apart(one: Counted) -> None:
     one.metrics.aborted("deadline")
     assert Counted().value("tidegate_engine_aborts_total", cause="deadline") == 0
+
+
+async def test_who_left_is_counted_where_it_was(one: Counted) -> None:
+    for phase in ("queue", "answer", "answer"):
+        left = call("long", "client_left")
+        left.phase = phase
+        one.metrics.ended(left, 1001)
+    one.metrics.ended(call("long"), 1001)
+    counted = {phase: one.value("tidegate_client_disconnects_total", lane="long", phase=phase) for phase in PHASES}
+    assert counted == {"body": 0, "queue": 1, "first byte": 0, "answer": 2}
+
+
+async def test_repetitions_are_counted_under_a_few_labels_whatever_a_client_says(one: Counted) -> None:
+    for said in ["0", "1", "2", "2", "3", "12", "9" * 4000, "", "-1", "1e3", "second", "\u0663", "007"]:
+        one.metrics.ended(call(x_stainless_retry_count=said), 1001)
+    one.metrics.ended(call(), 1001)
+    counted = {attempt: one.value("tidegate_retries_total", attempt=attempt) for attempt in ("1", "2", "3+")}
+    assert counted == {"1": 1, "2": 2, "3+": 4}
+
+
+async def test_the_way_to_the_engine_is_told_only_of_requests_that_got_there(one: Counted) -> None:
+    refused = call("short", "refused")
+    refused.read_at = refused.queued_at = refused.admitted_at = 1000.0
+    one.metrics.ended(refused, 1001)
+    assert one.value("tidegate_overhead_seconds_count", lane="short") == 0
+
+
+async def test_the_table_in_the_docs_has_every_series_with_type_and_labels_and_no_other(one: Counted) -> None:
+    one.metrics.ended(call(), 1001)
+    text = Path(__file__).parents[2].joinpath("docs", "metrics.md").read_text()
+    told = {}
+    for row in re.findall(r"^\| `(tidegate_\w+)` \| (.+) \|$", text, re.MULTILINE):
+        kind, labels, unit, question = (cell.strip() for cell in row[1].split("|"))
+        assert unit, row
+        assert question[-1] in "?.", row
+        told[row[0]] = kind, set(re.findall(r"`(\w+)`", labels))
+    shown = {}
+    for family in one.scrape():
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        shown[f"{family.name}_total" if family.type == "counter" else family.name] = family.type, labels
+    assert told == shown
+
+
+def test_promtool_finds_no_fault(one: Counted) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("needs promtool (Debian: prometheus)")
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=one.metrics.render(None), capture_output=True, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

@@ -29,7 +29,7 @@ def refusal(method: str, path: bytes, routes: Routes = ALL) -> Refused:
         (Way.GATED, "POST", GATED),
         (Way.BESIDE, "POST", "/v1/messages/count_tokens /tokenize /detokenize"),
         (Way.BESIDE, "GET", "/v1/models /version"),
-        (Way.OPEN, "GET", "/livez /readyz /health /enginez /metrics /"),
+        (Way.OPEN, "GET", "/livez /readyz /health /enginez /metrics / /page.js /page.css"),
         (Way.GUARDED, "GET", "/stats"),
     ],
 )

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from app.errors import ENGINE_UNAVAILABLE, Refused
-from app.status import NEVER_STARTED_S, EngineState, EngineStatus
+from app.status import NEVER_STARTED_S, RESTART_CAUSES, RESTARTS_KEPT, EngineState, EngineStatus
 from tests.unit.virtual_clock import VirtualClock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     clock = VirtualClock()
-    monkeypatch.setattr("app.status.time", SimpleNamespace(monotonic=clock.time))
+    monkeypatch.setattr("app.status.time", SimpleNamespace(monotonic=clock.time, time=lambda: 1.7e9 + clock.time()))
     return clock
 
 
@@ -120,3 +120,13 @@ def test_after_a_stall_clients_wait_about_as_long_as_a_start_takes(status: Engin
     clock.skip(1000)
     status.stall_begins()
     assert status.retry_after_s() == 20
+
+
+def test_the_last_restarts_are_kept_with_when_and_why(status: EngineStatus, clock: VirtualClock) -> None:
+    began = clock.time()
+    for number in range(RESTARTS_KEPT + 3):
+        status.engine_died("killed" if number % 2 else "exit")
+        clock.skip(10)
+    assert len(status.last_restarts) == RESTARTS_KEPT
+    assert status.last_restarts[-1] == (1.7e9 + began + 10 * (RESTARTS_KEPT + 2), "killed")
+    assert {cause for _, cause in status.last_restarts} <= set(RESTART_CAUSES)
