@@ -102,7 +102,7 @@ class Stats:
             with suppress(TimeoutError):
                 async with asyncio.timeout(PERIOD_S):
                     await over.wait()
-            yield self._frame
+            yield _event(self.snapshot()) if over.is_set() else self._frame
 
 
 def _event(value: Any) -> bytes:

@@ -1,13 +1,24 @@
 """What `/stats` and `/metrics` say, at rest, at work and without an engine."""
 
 import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.gateway.conftest import Start
-from tests.harness import ONE_LANE, Gateway, Metrics, chat, occupied, queued, until
-from tests.wire import CHAT
+from tests.harness import ONE_LANE, ROOT, TERM, Gateway, Metrics, chat, occupied, queued, until
+from tests.wire import CHAT, Json
 
 OWN = {
     "tidegate_requests_total",
@@ -182,9 +193,125 @@ def changes(gate: Gateway, before: Metrics) -> dict[str, float]:
     return {outcome: count for outcome, count in grown.items() if count}
 
 
-async def test_page_shows_without_reaching_out(gateway: Start) -> None:
-    page = gateway().get("/")
-    assert page.status_code == 200
-    assert page.headers["content-type"].startswith("text/html")
-    assert b"/stats" in page.body
-    assert b"https://" not in page.body.replace(b"https://github.com", b""), "nothing is loaded from elsewhere"
+def test_page_is_three_files_that_reach_nowhere_else(gateway: Start) -> None:
+    gate = gateway()
+    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+        part = gate.get(path)
+        assert part.status_code == 200
+        assert part.headers["content-type"].startswith(kind)
+        assert part.headers["cache-control"] == "no-cache", "an upgrade must be seen at once"
+        policy = part.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; ")
+        assert "unsafe" not in policy
+        assert not re.findall(rb"https?://(?!www\.w3\.org/)", part.body), "nothing is loaded from elsewhere"
+    for path in ("/page.html", "/page/index.html", "/page.css/", "/..%2fmain.py"):
+        assert gate.get(path).status_code == 404
+
+
+def test_the_wheel_holds_the_page(tmp_path: Path) -> None:
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert uv, "setup installs it"
+    subprocess.run([uv, "build", "--wheel", "--offline", "--quiet", "-o", tmp_path, ROOT], check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"app/page/index.html", "app/page/page.js", "app/page/page.css"} <= names
+
+
+async def test_watching_gives_the_same_object_every_second(gateway: Start) -> None:
+    gate = gateway(max_in_flight=1, lanes=ONE_LANE)
+    async with gate.client() as client, client.stream("GET", "/stats?watch=1") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-store"
+        events = looks(answer)
+        first, second = await anext(events), await anext(events)
+        assert first.keys() == second.keys() == gate.stats().keys()
+        async with occupied(gate):
+            while (await anext(events))["in_flight"] != 1:
+                pass
+        third, fourth = await anext(events), await anext(events)
+        assert 0.5 < fourth["uptime_s"] - third["uptime_s"] < 10
+
+
+async def test_watching_begins_with_the_last_minutes_when_asked(gateway: Start) -> None:
+    gate = gateway()
+    await until(lambda: gate.stats()["uptime_s"] > 1.5)
+    async with gate.client() as client, client.stream("GET", "/stats?watch=1&history=1") as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "event: history"
+        history = json.loads((await anext(lines)).removeprefix("data: "))
+    assert 1 <= len(history) <= 300
+    times = [point["uptime_s"] for point in history]
+    assert times == sorted(times)
+    assert history[-1].keys() >= {"in_flight", "queue_depth", "refused", "first_byte_p50_s", "kv_cache_usage"}
+
+
+async def test_who_watches_holds_up_no_end(gateway: Start) -> None:
+    gate = gateway(fresh=True)
+    async with gate.client() as client, client.stream("GET", "/stats?watch=1") as answer:
+        events = looks(answer)
+        assert not (await anext(events))["draining"]
+        gate.signal(TERM)
+        with suppress(httpx.RemoteProtocolError):
+            assert [event async for event in events][-1]["draining"]
+        assert gate.exit_code() == 0
+    assert "ERROR" not in gate.log
+    assert "Traceback" not in gate.log
+
+
+async def looks(answer: httpx.Response) -> AsyncIterator[Json]:
+    """The objects of the events."""
+    async for line in answer.aiter_lines():
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def test_stats_say_how_the_last_minute_was(gateway: Start) -> None:
+    gate = gateway(fresh=True, max_in_flight=1, max_queue=0, lanes=ONE_LANE)
+    before = gate.stats()
+    assert before["last_minute"] == {"first_byte_s": None, "total_s": None}
+    assert set(before["refusals"].values()) == set(before["outcomes"].values()) == {0}
+    async with gate.client() as client:
+        await client.post(CHAT, json=chat(stream=True, fake={"first_ms": 50}))
+        async with occupied(gate):
+            await client.post(CHAT, json=chat())
+            after = gate.stats()
+    assert after["last_minute"]["first_byte_s"]["p50"] >= 0.05
+    assert after["lanes"]["all"]["total_s"] == after["last_minute"]["total_s"]
+    assert after["refusals"]["queue_full"] == after["outcomes"]["refused"] == after["outcomes"]["completed"] == 1
+
+
+async def test_an_answer_names_its_lane_and_its_wait(gateway: Start) -> None:
+    gate = gateway(max_in_flight=1, lanes=ONE_LANE)
+    async with occupied(gate) as wires, gate.client() as client:
+        waiting = asyncio.create_task(client.post(CHAT, json=chat()))
+        await queued(gate, 1)
+        await asyncio.sleep(0.05)
+        wires[0].reset()
+        answer = await waiting
+        assert answer.headers["x-tidegate-lane"] == "all"
+        assert float(answer.headers["x-tidegate-queue-ms"]) >= 50
+        assert "x-tidegate-lane" not in (await client.get("/v1/models")).headers
+
+
+async def test_gaps_between_events_are_sampled(gateway: Start) -> None:
+    gate = gateway(fresh=True)
+    async with gate.client() as client:
+        await client.post(CHAT, json=chat(stream=True, fake={"events": 33, "gap_ms": 10}))
+        await client.post(CHAT, json=chat(fake={"events": 33}))
+    metrics = gate.metrics()
+    name = "tidegate_inter_event_gap_seconds"
+    assert 1 <= metrics.total(f"{name}_count") <= 3
+    assert 0.001 < metrics.total(f"{name}_sum") / metrics.total(f"{name}_count") < 1
+    assert metrics.total("tidegate_overhead_seconds_count") == 2
+
+
+async def test_the_trace_of_a_client_goes_on_to_the_engine_and_into_the_log(gateway: Start) -> None:
+    gate = gateway()
+    trace = {
+        "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        "tracestate": "congo=t61rcWkgMzE",
+    }
+    async with gate.client() as client:
+        await client.post(CHAT, json=chat(fake={"tag": "traced"}), headers=trace)
+    assert dict(gate.engine.entry("traced")["headers"]).items() >= trace.items()
+    await until(lambda: "trace_id=4bf92f3577b34da6a3ce929d0e0e4736" in gate.log)
