@@ -102,7 +102,8 @@ class Metrics:
             self._deadlines.labels(lane, call.phase).inc()
         else:
             self._refusals.labels(refused.kind.reason, lane).inc()
-            self.refusals[refused.kind.reason] += refused.kind in REFUSAL_KINDS
+            if refused.kind in REFUSAL_KINDS:
+                self.refusals[refused.kind.reason] += 1
 
     def aborted(self, cause: str) -> None:
         """Count work that was cut at the engine; vLLM's own metrics leave such requests out."""

@@ -107,7 +107,7 @@ class Monitor:
 
     def average_batch_size(self) -> float | None:
         """Mean sequences per producing step over the last minute; None without data."""
-        if not self._history:
+        if not self._history or self._history[-1][0] < self._loop.time() - WINDOW_S:
             return None
         first, last = self._history[0][1], self._history[-1][1]
         steps = last.iterations - first.iterations
