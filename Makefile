@@ -21,7 +21,7 @@ fast: ## format, lint, types and the tests that need no engine
 	@bash scripts/setup.sh gateway dev && exec bash scripts/check.sh fast
 
 test: ## install everything needed, then run every check and every test
-	@bash scripts/setup.sh gateway engine dev checkov node && exec bash scripts/check.sh all
+	@bash scripts/setup.sh gateway engine dev checkov node tools && exec bash scripts/check.sh all
 
 overload: ## more requests than the engine can take: vLLM alone, with its own limit, Tidegate [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.overload $(ARGS)

@@ -29,6 +29,7 @@ LOCKS: dict[str, list[str]] = {
         "--excludes=requirements/engine-cpu.excludes",
     ],
     "dev": ["pyproject.toml", "--extra=dev"],
+    "tools": ["requirements/tools.in"],
     "loadtest": ["pyproject.toml", "--extra=loadtest"],
     # Each in an environment of its own.
     "checkov": ["requirements/checkov.in"],
@@ -38,7 +39,8 @@ CONSTRAINTS: dict[str, list[str]] = {
     "engine-gpu": ["gateway"],
     "engine-cpu": ["gateway"],
     "dev": ["gateway", "engine-cpu", "engine-gpu"],
-    "loadtest": ["gateway", "engine-cpu", "engine-gpu", "dev"],
+    "tools": ["gateway", "engine-cpu", "engine-gpu", "dev"],
+    "loadtest": ["gateway", "engine-cpu", "engine-gpu", "dev", "tools"],
 }
 MARKER = re.compile(r" ; (.+?)(?= \\$)", re.MULTILINE)
 

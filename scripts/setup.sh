@@ -8,6 +8,7 @@
 #   checkov    the policy check of the manifests, in an environment of its own
 #   loadtest   what the load tests need
 #   node       what the Node tests need, Node.js itself too where there is none
+#   tools      Playwright; and Chromium and Prometheus's tools, if this is Debian and the user is root
 #
 # Environment:
 #   PYTHON     the Python that .venv is made with (default: the best one found)
@@ -90,6 +91,7 @@ fingerprint() { # of a part: changes with anything that it is installed from
     gateway) cat requirements/uv.txt requirements/gateway.txt pyproject.toml ;;
     engine) cat "requirements/engine-$KIND.txt" requirements/torch-cpu.txt ;;
     node) cat requirements/node.txt tests/node/package-lock.json ;;
+    tools) cat requirements/tools.txt scripts/setup.sh ;;
     *) cat "requirements/$1.txt" ;;
   esac | cksum
 }
@@ -114,8 +116,16 @@ installed() { # is this part installed, as its pinned file says today?
   case $1 in
     checkov) [ -x "$VENV/checkov/bin/checkov" ] ;;
     node) [ -e "$NODE_MODULES/.package-lock.json" ] ;;
+    tools) ! may_use_apt || debian_tools_are_there ;;
   esac
 }
+
+have() {
+  local name
+  for name in "$@"; do PATH=$VENV/bin:$PATH command -v "$name" >/dev/null || return 1; done
+}
+may_use_apt() { [ "$(id -u)" = 0 ] && have apt-get dpkg-deb; }
+debian_tools_are_there() { have chromium promtool prometheus; }
 
 engine_kind() {
   case ${DEVICE:-auto} in
@@ -211,23 +221,48 @@ install_checkov() {
   step "checkov" "$VENV/bin/uv" pip install --quiet --python "$VENV/checkov/bin/python" --no-deps -r requirements/checkov.txt
 }
 
+install_debian_tools() {
+  local folder
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  have chromium || apt-get install -y -qq --no-install-recommends chromium
+  if ! have promtool prometheus; then
+    folder=$(mktemp -d) # unpacked only: installed, it would start a server
+    chmod 755 "$folder" # for apt's own user
+    (cd "$folder" && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb .) &&
+      cp "$folder/usr/bin/promtool" "$folder/usr/bin/prometheus" "$VENV/bin/"
+    rm -rf "$folder"
+  fi
+  debian_tools_are_there
+}
+
+install_tools() {
+  step "Playwright" uv_install --no-deps -r requirements/tools.txt
+  if may_use_apt && ! debian_tools_are_there; then
+    step "Chromium and Prometheus, from Debian" try install_debian_tools
+  fi
+  debian_tools_are_there || say "without Chromium, promtool and prometheus the tests that need them are left out"
+}
+try() { "$@" || say "that failed, see above; going on without"; }
+
 install_part() {
   case $1 in
     gateway) install_gateway ;;
     engine) install_engine ;;
     checkov) install_checkov ;;
     node) install_node ;;
+    tools) install_tools ;;
     *) step "$1" uv_install --no-deps -r "requirements/$1.txt" ;;
   esac
 }
 
 # --- main -----------------------------------------------------------------------------------------------------------
 
-[ $# -gt 0 ] || die "which parts? gateway, engine, dev, checkov, loadtest, node"
+[ $# -gt 0 ] || die "which parts? gateway, engine, dev, checkov, loadtest, node, tools"
 for part in "$@"; do
   case $part in
-    gateway | engine | dev | checkov | loadtest | node) ;;
-    *) die "no part is called $part: gateway, engine, dev, checkov, loadtest, node" ;;
+    gateway | engine | dev | checkov | loadtest | node | tools) ;;
+    *) die "no part is called $part: gateway, engine, dev, checkov, loadtest, node, tools" ;;
   esac
 done
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV CONDA_PREFIX
