@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from app.relay import Relay
 from app.routes import FORWARDED
 from app.settings import Settings
 from app.status import RESTART_CAUSES, EngineStatus
+from tests.tools import tool
 from tests.unit.virtual_clock import VirtualClock
 from tests.unit.virtual_time import loops
 
@@ -279,10 +279,6 @@ async def test_the_table_in_the_docs_has_every_series_with_type_and_labels_and_n
 
 
 def test_promtool_finds_no_fault(one: Counted) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("needs promtool (Debian: prometheus)")
-    checked = subprocess.run(
-        [promtool, "check", "metrics"], input=one.metrics.render(None), capture_output=True, check=False
-    )
+    command = [tool("promtool"), "check", "metrics"]
+    checked = subprocess.run(command, input=one.metrics.render(None), capture_output=True, check=False)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
