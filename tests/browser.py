@@ -1,6 +1,8 @@
 """Headless Chromium on the gateway's page, and what went wrong in it."""
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,9 +62,20 @@ class Tab:
         found = self.page.locator(selector).filter(has_text=text).filter(visible=True)
         await found.first.wait_for(timeout=within_ms)
 
+    async def until(self, holds: str) -> None:
+        """Wait until a script's value is true; Playwright's own way to do so is against the page's policy."""
+        end = time.monotonic() + PATIENCE_MS / 1000
+        while not await self.page.evaluate(holds):
+            assert time.monotonic() < end, f"never true: {holds}"
+            await asyncio.sleep(0.02)
+
+    async def ready(self) -> None:
+        """Wait until a prompt may be sent."""
+        await self.page.locator("#model option").first.wait_for(state="attached")
+
     async def ask(self, prompt: str = "hello", tokens: int = 20) -> None:
         """Fill in a prompt and send it."""
-        await self.page.locator("#model option").first.wait_for(state="attached")
+        await self.ready()
         await self.page.fill("#prompt", prompt)
         await self.page.fill("#tokens", str(tokens))
         await self.page.click("#send")

@@ -56,7 +56,7 @@ async def test_the_page_streams_tells_a_refusal_and_survives_a_restart_of_the_en
             for busy in (first, second):
                 await busy.page.route("**/v1/chat/completions", without_an_end)
                 await busy.ask("Go on for ever.", tokens=ENDLESS)
-                await busy.page.wait_for_function("document.getElementById('answer').textContent.length > 20")
+                await busy.until("document.getElementById('answer').textContent.length > 20")
             await third.shows("figure", "2 of 2 slots")
             await third.ask()
             await third.shows("#outcome", "Queue full (503)")

@@ -315,3 +315,27 @@ async def test_the_trace_of_a_client_goes_on_to_the_engine_and_into_the_log(gate
         await client.post(CHAT, json=chat(fake={"tag": "traced"}), headers=trace)
     assert dict(gate.engine.entry("traced")["headers"]).items() >= trace.items()
     await until(lambda: "trace_id=4bf92f3577b34da6a3ce929d0e0e4736" in gate.log)
+
+
+async def test_no_label_takes_a_value_from_a_client(gateway: Start) -> None:
+    gate = gateway(api_keys="alice:sesame", lanes=ONE_LANE)
+    async with gate.client() as client:
+        for number in range(3):
+            said = f"zzz{number}"
+            strange = {
+                "x-stainless-retry-count": said,
+                "x-request-id": said,
+                "user-agent": said,
+                "x-tidegate-lane": said,
+            }
+            answers = [
+                await client.post(CHAT, json=chat(model=said, user=said), headers=strange),
+                await client.post(f"{CHAT}?{said}", json=chat(model=said, stream=True), headers=strange),
+                await client.post(CHAT, content=said.encode(), headers=strange),
+                await client.post(CHAT, json=chat(), headers={"authorization": f"Bearer {said}"}),
+                await client.post(f"/v1/{said}", json=chat()),
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200, 400, 401, 404]
+    own = [line for line in gate.metrics().text.splitlines() if line.startswith("tidegate_")]
+    assert any('route="/v1/chat/completions"' in line for line in own)
+    assert not [line for line in own if "zzz" in line or "sesame" in line or "alice" in line]

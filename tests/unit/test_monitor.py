@@ -268,6 +268,16 @@ class TestBatchSize:
         await one.scrape(iterations=110, generation_tokens_total=180)
         assert one.monitor.average_batch_size() == 8
 
+    async def test_is_unknown_once_the_engine_has_told_nothing_for_a_minute(self) -> None:
+        one = Watched(alone=True)
+        await one.scrape(iterations=0, generation_tokens_total=0)
+        await asyncio.sleep(30)
+        await one.scrape(iterations=100, generation_tokens_total=400)
+        await asyncio.sleep(59)
+        assert one.monitor.average_batch_size() == 4
+        await asyncio.sleep(2)
+        assert one.monitor.average_batch_size() is None
+
     async def test_starts_anew_with_the_engine(self) -> None:
         one = Watched(alone=True)
         await one.scrape(iterations=1000, generation_tokens_total=9000)
