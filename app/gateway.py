@@ -107,6 +107,8 @@ class Gateway:
                 self._calls.discard(call)
                 self._end(call, gated=gated)
                 self._note_empty()
+            elif call.outcome:  # refused at the door
+                self._log.write(call, self._loop.time())
 
     def _check_key(self, call: Call) -> None:
         key = self._keys.name_of(call.headers)

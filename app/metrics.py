@@ -2,7 +2,8 @@
 
 import platform
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, Protocol
 
@@ -71,65 +72,68 @@ class Metrics:
         self._retries = self._counter("retries", "Requests that say they are a repetition, by which one.", "attempt")
         for lane in lanes:
             for kind in REFUSAL_KINDS:
-                self._refusals.labels(kind.reason, lane)
+                self._refusals(kind.reason, lane)
             for phase in PHASES:
-                self._deadlines.labels(lane, phase)
-                self._disconnects.labels(lane, phase)
+                self._deadlines(lane, phase)
+                self._disconnects(lane, phase)
             for outcome in OUTCOMES:
-                self._duration.labels(lane, outcome)
-            self._queue_wait.labels(lane)
-            self._first_byte.labels(lane)
-            self._gap.labels(lane)
-            self._overhead.labels(lane)
+                self._duration(lane, outcome)
+            self._queue_wait(lane)
+            self._first_byte(lane)
+            self._gap(lane)
+            self._overhead(lane)
         for attempt in (*RETRIES.values(), MORE_RETRIES):
-            self._retries.labels(attempt)
+            self._retries(attempt)
         for kind in REFUSAL_KINDS:
-            self._refusals.labels(kind.reason, NO_LANE)
+            self._refusals(kind.reason, NO_LANE)
         for cause in ABORT_CAUSES:
-            self._aborts.labels(cause)
+            self._aborts(cause)
         self.registry.register(_Live(status, gate, house))
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"tidegate_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        """Gives a series by its labels, which are few: without the cache that would cost more than to count."""
+        return cache(Counter(f"tidegate_{name}", text, labels, registry=self.registry).labels)
 
-    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-        return Histogram(f"tidegate_{name}", text, labels, registry=self.registry, buckets=buckets)
+    def _histogram(
+        self, name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS
+    ) -> Callable[..., Histogram]:
+        return cache(Histogram(f"tidegate_{name}", text, labels, registry=self.registry, buckets=buckets).labels)
 
     def refused(self, call: Call, refused: Refused) -> None:
         """Count a refusal or a deadline by what it was for."""
         lane = call.demand.lane
         if refused.kind is DEADLINE:
-            self._deadlines.labels(lane, call.phase).inc()
+            self._deadlines(lane, call.phase).inc()
         else:
-            self._refusals.labels(refused.kind.reason, lane).inc()
+            self._refusals(refused.kind.reason, lane).inc()
             if refused.kind in REFUSAL_KINDS:
                 self.refusals[refused.kind.reason] += 1
 
     def aborted(self, cause: str) -> None:
         """Count work that was cut at the engine; vLLM's own metrics leave such requests out."""
-        self._aborts.labels(cause).inc()
+        self._aborts(cause).inc()
 
     def ended(self, call: Call, now: float) -> None:
         """Count a gated request that is over."""
         assert call.route is not None
         lane, arrived = call.demand.lane, call.deadline.arrived
         self.outcomes[call.outcome] += 1
-        self._requests.labels(lane, call.route.name, call.outcome).inc()
-        self._duration.labels(lane, call.outcome).observe(now - arrived)
+        self._requests(lane, call.route.name, call.outcome).inc()
+        self._duration(lane, call.outcome).observe(now - arrived)
         if call.admitted_at is not None and call.queued_at is not None:
-            self._queue_wait.labels(lane).observe(call.admitted_at - call.queued_at)
+            self._queue_wait(lane).observe(call.admitted_at - call.queued_at)
         if call.head_at is not None and call.relay is not None:
-            self._first_byte.labels(lane).observe(call.head_at - arrived)
+            self._first_byte(lane).observe(call.head_at - arrived)
         if call.relay is not None:
             for gap_s in call.relay.gaps:
-                self._gap.labels(lane).observe(gap_s)
+                self._gap(lane).observe(gap_s)
         if (overhead_s := _overhead_s(call)) is not None:
-            self._overhead.labels(lane).observe(overhead_s)
+            self._overhead(lane).observe(overhead_s)
         if call.outcome == "client_left":
-            self._disconnects.labels(lane, call.phase).inc()
+            self._disconnects(lane, call.phase).inc()
         repeated = call.headers.get(b"x-stainless-retry-count", b"0")
         if repeated.isdigit() and int(repeated[:9]):
-            self._retries.labels(RETRIES.get(repeated, MORE_RETRIES)).inc()
+            self._retries(RETRIES.get(repeated, MORE_RETRIES)).inc()
 
     def render(self, engine_text: bytes | None) -> bytes:
         """Our series and the engine's `vllm:` series in Prometheus's text format."""

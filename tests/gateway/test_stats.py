@@ -339,3 +339,40 @@ async def test_no_label_takes_a_value_from_a_client(gateway: Start) -> None:
     own = [line for line in gate.metrics().text.splitlines() if line.startswith("tidegate_")]
     assert any('route="/v1/chat/completions"' in line for line in own)
     assert not [line for line in own if "zzz" in line or "sesame" in line or "alice" in line]
+
+
+async def test_one_line_of_json_tells_how_each_request_went(gateway: Start) -> None:
+    gate = gateway(api_keys="alice:sesame", log_format="json", lanes=ONE_LANE, max_in_flight=4)
+    async with gate.client() as client:
+        good = await client.post(CHAT, json=chat("secret words", n=2), headers={"x-request-id": "good"})
+        await client.post(CHAT, json=chat(), headers={"x-request-id": "thief", "authorization": "Bearer guess"})
+        await client.post("/nowhere", json=chat(), headers={"x-request-id": "lost"})
+        await client.get("/stats", headers={"x-request-id": "own"})
+    lines: dict[str, Json] = {}
+
+    def read() -> bool:
+        for line in gate.log.splitlines():
+            written = json.loads(line)
+            if written["message"] == "request":
+                lines[written["id"]] = written
+        return lines.keys() >= {"good", "thief", "lost"}
+
+    await until(read)
+    told = lines["good"]
+    assert (told["lane"], told["weight"], told["status"], told["outcome"]) == ("all", 2, 200, "completed")
+    assert told["bytes"] == len(good.content)
+    assert told["queue_ms"] <= told["first_byte_ms"] <= told["total_ms"]
+    assert (lines["thief"]["status"], lines["lost"]["status"]) == (401, 404)
+    assert "own" not in lines
+    assert not [word for word in ("secret", "sesame", "guess", "nowhere") if word in gate.log]
+
+
+async def test_a_storm_of_refusals_leaves_few_lines_and_a_count(gateway: Start) -> None:
+    gate = gateway(fresh=True, max_in_flight=1, max_queue=0)
+    async with occupied(gate), gate.client() as client:
+        for _ in range(4):
+            await asyncio.gather(*(client.post(CHAT, json=chat()) for _ in range(100)))
+    written = lambda: gate.log.count("outcome=refused")  # noqa: E731
+    counted = lambda: sum(map(int, re.findall(r"left out refused=(\d+)", gate.log)))  # noqa: E731
+    await until(lambda: written() + counted() == 400)
+    assert counted() > 0
