@@ -204,10 +204,11 @@ function show(stats) {
   take(pointOf(stats));
   document.body.classList.remove("stale");
   const [tone, state, explained] = STATES[stats.engine.state];
+  const { restarts, last_restarts: last, last_start_s: start } = stats.engine;
   if (stats.draining) {
     setState("warn", "Shutting down", "This gateway is shutting down: what is running may finish, new requests are answered with 503.");
   } else {
-    setState(tone, state, explained);
+    setState(tone, state, explained && start !== null ? `${explained} The last start took ${seconds(start)}.` : explained);
   }
   byId("about").textContent = `up ${span(stats.uptime_s)} · version ${stats.version}`;
   for (const chart of charts) chart.show(stats);
@@ -215,7 +216,6 @@ function show(stats) {
     const cells = [whole(lane.in_flight), `${whole(lane.queue_depth)} of ${whole(lane.max_queue)}`, both(lane.first_byte_s), both(lane.total_s)];
     return make("tr", {}, make("th", { scope: "row", textContent: name }), ...cells.map((textContent) => make("td", { textContent })));
   }));
-  const { restarts, last_restarts: last, last_start_s: start } = stats.engine;
   list(byId("engine"), [
     ["State", stats.engine.state],
     ["Restarts", whole(restarts)],
