@@ -82,7 +82,7 @@ class Tab:
 
     async def text(self, selector: str) -> str:
         """What an element says."""
-        return (await self.page.locator(selector).inner_text()).strip()
+        return str(await self.page.locator(selector).inner_text()).strip()
 
     async def row(self, listed: str, name: str) -> str:
         """A value of one of the lists at the bottom."""

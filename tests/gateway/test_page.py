@@ -96,7 +96,7 @@ async def test_stop_ends_the_work_at_the_engine(gateway: Start, browser: "Browse
         await one.until("document.getElementById('answer').textContent.length > 10")
         await one.page.click("#stop")
         await one.shows("#outcome", "Stopped")
-        await until(lambda: gate.engine.entry("long")["end"] == "aborted")
+        await until(lambda: gate.engine.entry("long")["outcome"] == "aborted")
 
 
 async def test_a_refusal_is_told_with_its_reason_and_when_to_come_back(gateway: Start, browser: "Browser") -> None:

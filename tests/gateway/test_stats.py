@@ -372,7 +372,9 @@ async def test_a_storm_of_refusals_leaves_few_lines_and_a_count(gateway: Start) 
     async with occupied(gate), gate.client() as client:
         for _ in range(4):
             await asyncio.gather(*(client.post(CHAT, json=chat()) for _ in range(100)))
-    written = lambda: gate.log.count("outcome=refused")  # noqa: E731
-    counted = lambda: sum(map(int, re.findall(r"left out refused=(\d+)", gate.log)))  # noqa: E731
-    await until(lambda: written() + counted() == 400)
+
+    def counted() -> int:
+        return sum(int(count) for count in re.findall(r"left out refused=(\d+)", gate.log))
+
+    await until(lambda: gate.log.count("outcome=refused") + counted() == 400)
     assert counted() > 0
