@@ -346,6 +346,7 @@ async function send(signal) {
       model: byId("model").value,
       messages: [{ role: "user", content: byId("prompt").value }],
       max_tokens: Number(byId("tokens").value),
+      temperature: 0, // so that the same question shows what has changed
       stream: true,
       stream_options: { include_usage: true },
     }),
