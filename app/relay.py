@@ -1,7 +1,6 @@
 """From the engine's answer to the client's: when a head goes out, bytes as they come, an end that nobody can miss."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 import httpx
@@ -114,8 +113,7 @@ class Relay:
 
     async def _pass_events(self) -> None:
         if self._call.can_push and not self._has_length:
-            push = self._pusher()
-            while not await self._stream.pump(push):
+            while not await self._stream.pump(self._push):
                 await self._call.drain()
                 await self._keep_alive()
         else:
@@ -125,24 +123,20 @@ class Relay:
             raise httpx.RemoteProtocolError("the engine ended the stream without its end mark")
 
     async def _pass(self, data: bytes) -> None:
-        now = self._loop.time()
-        self._activity.pieces += 1
-        if not self._activity.pieces % GAP_EVERY and self.has_events and self._last_sent_at:
-            self.gaps.append(now - self._last_sent_at)
-        self._activity.last_bytes_at = self._last_sent_at = now
-        self.tail.feed(data)
+        self._note(data)
         await self._call.send(data)
 
-    def _pusher(self) -> Callable[[bytes], bool]:
-        """What is called for each event, and for little else: names are looked up here once instead."""
-        activity, time, feed, send = self._activity, self._loop.time, self.tail.feed, self._call.push
+    def _push(self, data: bytes) -> bool:
+        self._note(data)
+        return self._call.push(data)
 
-        def push(data: bytes) -> bool:
-            activity.last_bytes_at = self._last_sent_at = time()
-            feed(data)
-            return send(data)
-
-        return push
+    def _note(self, data: bytes) -> None:
+        activity, now = self._activity, self._loop.time()
+        activity.pieces += 1
+        if not activity.pieces % GAP_EVERY and self.has_events and self._last_sent_at:
+            self.gaps.append(now - self._last_sent_at)
+        activity.last_bytes_at = self._last_sent_at = now
+        self.tail.feed(data)
 
     def _beat(self, at: float) -> None:
         if self._pulse is not None:

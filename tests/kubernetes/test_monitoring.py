@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import yaml
 
 from tests.kubernetes import schemas
@@ -30,7 +29,6 @@ def test_rule_file_becomes_the_operators_object() -> None:
         assert list(schemas.problems(made)) == []
 
 
-@pytest.mark.skipif(not RULES.exists(), reason="k8s/monitoring has no rules")
 def test_overlay_has_the_rules_and_the_dashboard() -> None:
     overlay = parse(rendered("monitoring"))
     (rules,) = of_kind(overlay, "PrometheusRule")

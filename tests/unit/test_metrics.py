@@ -162,7 +162,9 @@ def test_gauges_show_the_moment_of_the_scrape(one: Counted) -> None:
     assert one.value("tidegate_house_requests") == one.value("tidegate_held_bytes") == 0
     assert (one.value("tidegate_engine_up"), one.value("tidegate_draining")) == (0, 1)
     restarts = {cause: one.value("tidegate_engine_restarts_total", cause=cause) for cause in RESTART_CAUSES}
-    assert restarts == {cause: float(cause == "exit") for cause in RESTART_CAUSES}, "each series is there from the start"
+    assert restarts == {cause: float(cause == "exit") for cause in RESTART_CAUSES}, (
+        "each series is there from the start"
+    )
     assert one.value("tidegate_engine_stalls_total") == 1
 
 
