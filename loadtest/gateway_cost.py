@@ -97,7 +97,7 @@ async def _benchmark(
     if own and not quick:
         try:
             own |= await through_vllm.measure(rounds, out)
-        except Missing as why:
+        except (Missing, ModelFailed, ServerFailed, NotServed) as why:
             missing["real vLLM"] = str(why)
     return {name: seen for name, seen in arms.items() if seen}, missing, own
 
