@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser import chromium, tab
 from tests.engine.clients import ENDLESS
-from tests.engine.test_launcher import START_S, Launcher
+from tests.engine.launched import START_S, Launcher
 from tests.harness import wait_until
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from app.server import LINGER_S
+from app.connection import LINGER_S
 from app.settings import PREFIX, Settings
 from launcher.supervisor import GRACE_S
 from tests.kubernetes import schemas
