@@ -18,13 +18,19 @@ START_S = 600.0  # a busy machine needs minutes; an engine that ends is noticed 
 class Launcher(Child):
     """`python -m launcher` with the tiny model, in a folder for its sockets that the test can look into."""
 
-    def __init__(self, *extra: str, model: Path | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *extra: str,
+        flags: tuple[str, ...] = (),
+        model: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         super().__init__("launcher")
         self.run = Path(self.folder.name, "run")
         self.run.mkdir()
         self.port = free_port()
         small = ("--kv-cache-memory-bytes", str(2**30))
-        arguments = [str(model or tiny_model()), "--port", str(self.port), "--", *small, *extra]
+        arguments = [str(model or tiny_model()), "--port", str(self.port), *flags, "--", *small, *extra]
         self.spawn("launcher", arguments, {"XDG_RUNTIME_DIR": str(self.run)} | (environment or {}))
 
     @property

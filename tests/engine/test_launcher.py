@@ -24,8 +24,8 @@ Launch = Callable[..., Launcher]
 def launch() -> Iterator[Launch]:
     made: list[Launcher] = []
 
-    def start(*extra: str, model: Path | None = None, **environment: str) -> Launcher:
-        made.append(Launcher(*extra, model=model, environment=environment))
+    def start(*extra: str, flags: tuple[str, ...] = (), model: Path | None = None, **environment: str) -> Launcher:
+        made.append(Launcher(*extra, flags=flags, model=model, environment=environment))
         return made[-1]
 
     yield start
@@ -72,7 +72,7 @@ def test_a_flag_that_vllm_does_not_know_ends_it_with_vllms_own_words(launch: Lau
 
 def test_an_engine_that_fails_deep_inside_ends_it_with_the_root_cause(launch: Launch) -> None:
     """The worker says why; what the processes above it say comes later and is only a consequence."""
-    one = launch("--max-model-len", "8k", "--kv-cache-memory-bytes", str(10**6))
+    one = launch("--max-model-len", "8k", "--kv-cache-memory-bytes", str(10**6), flags=("--no-preflight",))
     began = time.monotonic()
     assert one.exit_code(START_S) == 1
     last = one.log.splitlines()[-1]
