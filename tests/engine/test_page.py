@@ -45,7 +45,9 @@ async def test_the_page_streams_tells_a_refusal_and_survives_a_restart_of_the_en
             await third.shows("#state", "Engine starting")
             await third.shows("#state", "Engine ready", within_ms=START_S * 1000)
             assert await third.page.locator("#notice").is_hidden()
-            await third.ask("What is the capital of France?")
+            for each in (first, second, third):
+                await each.page.route("**/v1/chat/completions", without_an_end)
+            await third.ask("What is the capital of France?", tokens=30)
             await third.shows("#outcome", "Done: ")
             assert await third.text("#answer")
             assert await third.text("#t-lane") == "short"
@@ -54,7 +56,6 @@ async def test_the_page_streams_tells_a_refusal_and_survives_a_restart_of_the_en
             assert third.errors == []
 
             for busy in (first, second):
-                await busy.page.route("**/v1/chat/completions", without_an_end)
                 await busy.ask("Go on for ever.", tokens=ENDLESS)
                 await busy.until("document.getElementById('answer').textContent.length > 20")
             await third.shows("figure", "2 of 2 slots")
