@@ -32,8 +32,8 @@ def one() -> Iterator[Launcher]:
 
 
 async def without_an_end(route: "Route") -> None:
-    """A random model may end its answer at any token."""
-    body: dict[str, Any] = {**json.loads(route.request.post_data or "{}"), "ignore_eos": True}
+    """A random model may end its answer at any token, and its likeliest one may be one that isn't shown."""
+    body: dict[str, Any] = {**json.loads(route.request.post_data or "{}"), "ignore_eos": True, "temperature": 1}
     await route.continue_(post_data=body)
 
 
