@@ -7,7 +7,7 @@ answer, and none for a head alone.
 import asyncio
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.call import ABORT, CLOSE, WRITE
 
@@ -20,8 +20,20 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
+        self._answering: RequestResponseCycle | None = None
         self._writes = JoinedWrites(transport, self.loop)
         super().connection_made(self._writes)  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio. uvicorn tells only the newest request of a connection that its client is gone."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         """Called by the parser."""

@@ -157,14 +157,15 @@ class EngineConnection(asyncio.Protocol):
             return False
         self._sink = sink
         try:
-            while not self._over():
+            while True:
                 if self._poked:
                     self._poked = False
                     return False
+                if self._over():
+                    return True
                 await self._wait()
         finally:
             self._sink = None
-        return True
 
     def _over(self) -> bool:
         if self._failure is not None and not self._complete:
@@ -258,6 +259,7 @@ class EngineConnection(asyncio.Protocol):
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             parts.clear()
             if not sink(data):
+                self._sink = None  # what else comes in this turn of the loop waits to be asked for
                 return self.wake(poked=True)
         if self._complete:
             self.wake()

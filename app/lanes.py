@@ -20,6 +20,9 @@ TEMPLATE_TOKENS: Final = 20  # what a chat template adds to a conversation
 PROMPT_TOKENS_PER_OUTPUT_TOKEN: Final = 16  # read all at once, they cost an engine about as much as one that it writes
 MOST_TOKENS: Final = 10**9  # of an answer; a body may name any number
 MOST_CHOICES: Final = 10**6  # likewise
+# Decoded, a container takes thirty times its bytes: such a body would hold up everybody and fill the memory.
+LARGE_BYTES: Final = 2**20
+MOST_CONTAINERS: Final = 500_000
 MEDIA_PARTS: Final = frozenset(
     "image_url input_image image image_pil image_embeds input_audio audio_url audio "
     "video_url video input_file file document".split()
@@ -78,6 +81,8 @@ class Lanes:
         """
         if route.family is Family.AUDIO:
             return Demand(self._rest)
+        if len(body) > LARGE_BYTES and body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:
+            return Demand(self._rest)
         request = _decode(body)
         if not isinstance(request, dict):
             return Demand(self._rest)
@@ -94,9 +99,8 @@ class Lanes:
         cost = prompt + limit
         work = prompt / PROMPT_TOKENS_PER_OUTPUT_TOKEN + min(limit, MOST_TOKENS)
         copies, prompts = _sequences(request) if route.family in GENERATION else (1, 1)
-        return Demand(
-            self.lane_for(cost), cost, copies * prompts, stream, work, text * min(copies, MOST_CHOICES), ids * copies
-        )
+        bounded = min(copies, MOST_CHOICES)
+        return Demand(self.lane_for(cost), cost, copies * prompts, stream, work, text * bounded, ids * bounded)
 
     def learn_output(self, family: Family, tokens: int) -> None:
         """Take one finished answer into the route's running mean."""

@@ -43,12 +43,14 @@ def configure(log_format: str) -> None:
     handler.setFormatter(_Json() if log_format == "json" else console)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # uvicorn reports a broken-off answer as an error of the application; here it is how a client is told.
-    logging.getLogger("uvicorn.error").addFilter(_not_an_incomplete_answer)
+    # uvicorn reports a broken-off answer as an error of the application; here it is how a client is told. And what is
+    # not HTTP is answered with 400; a line for each would let anybody fill the disk.
+    logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
 
 
-def _not_an_incomplete_answer(record: logging.LogRecord) -> bool:
-    return "without completing response" not in str(record.msg)
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    text = str(record.msg)
+    return "without completing response" not in text and "Invalid HTTP request" not in text
 
 
 class RequestLog:

@@ -70,7 +70,7 @@ class Metrics:
         )
         self._disconnects = self._counter("client_disconnects", "Clients that left early, by phase.", "lane", "phase")
         self._retries = self._counter("retries", "Requests that say they are a repetition, by which one.", "attempt")
-        for lane in lanes:
+        for lane in (*lanes, NO_LANE):
             for kind in REFUSAL_KINDS:
                 self._refusals(kind.reason, lane)
             for phase in PHASES:
@@ -78,14 +78,13 @@ class Metrics:
                 self._disconnects(lane, phase)
             for outcome in OUTCOMES:
                 self._duration(lane, outcome)
+        for lane in lanes:
             self._queue_wait(lane)
             self._first_byte(lane)
             self._gap(lane)
             self._overhead(lane)
         for attempt in (*RETRIES.values(), MORE_RETRIES):
             self._retries(attempt)
-        for kind in REFUSAL_KINDS:
-            self._refusals(kind.reason, NO_LANE)
         for cause in ABORT_CAUSES:
             self._aborts(cause)
         self.registry.register(_Live(status, gate, house))

@@ -145,7 +145,10 @@ class Monitor:
             return None
         if response.status_code != 200:
             return None
-        self._take(response.content)
+        try:
+            self._take(response.content)
+        except Exception:
+            log.exception("the engine's metrics cannot be used; they are passed on as they are")
         return response.content
 
     def _take(self, text: bytes) -> None:

@@ -33,7 +33,6 @@ class Relay:
         self._status = response.status_code
         self._stream = response.stream
         self._headers = to_client(response.headers.raw, response.headers.get("connection", "").encode())
-        self._has_length = any(name == b"content-length" for name, _ in self._headers)
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = keepalive_s
         self._activity = activity
@@ -45,6 +44,8 @@ class Relay:
         self.is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
         # Compressed events cannot be told apart: such a stream passes as plain bytes.
         self.has_events = self.is_stream and response.headers.get("content-encoding", "identity") == "identity"
+        if self.has_events:  # comments and an error may come to its length
+            self._headers = [header for header in self._headers if header[0] != b"content-length"]
 
     async def run(self) -> None:
         """Relay until the end.
@@ -55,6 +56,8 @@ class Relay:
         """
         if self.is_stream:
             self._headers.append((b"x-accel-buffering", b"no"))
+        if self._status >= 600:
+            raise httpx.RemoteProtocolError(f"the engine answered with status {self._status}")
         try:
             if self.has_events and self._status < 300:
                 await self._hold_head()
@@ -85,7 +88,7 @@ class Relay:
         call = self._call
         if self._keepalive_s:
             self._beat(max(self._loop.time(), call.deadline.arrived + self._keepalive_s))
-        first, held, complete = FirstEvent(self.family), bytearray(), False
+        first, held, seen, complete = FirstEvent(self.family), bytearray(), 0, False
         while not complete:
             data = await self._stream.read()
             if data is not None:
@@ -99,7 +102,8 @@ class Relay:
                         raise
                     complete = True
                 held += data
-                complete = complete or len(held) > HELD_BYTES
+                seen += len(data)
+                complete = complete or seen > HELD_BYTES
             if complete or data is None or call.head_sent:
                 if not call.head_sent:
                     await call.send_head(self._status, self._headers)
@@ -112,7 +116,7 @@ class Relay:
         call.arm(call.deadline.at)
 
     async def _pass_events(self) -> None:
-        if self._call.can_push and not self._has_length:
+        if self._call.can_push:
             while not await self._stream.pump(self._push):
                 await self._call.drain()
                 await self._keep_alive()
@@ -123,8 +127,9 @@ class Relay:
             raise httpx.RemoteProtocolError("the engine ended the stream without its end mark")
 
     async def _pass(self, data: bytes) -> None:
+        self._activity.last_bytes_at = self._loop.time()
+        await self._call.send(data)  # waits before it writes, if at all: what is cut off there was not sent
         self._note(data)
-        await self._call.send(data)
 
     def _push(self, data: bytes) -> bool:
         self._note(data)
@@ -156,13 +161,17 @@ class Relay:
 
 
 async def end_broken(call: Call, refused: Refused) -> None:
-    """End an answer whose head is out: with an error event where one can be put in, else by breaking off."""
+    """End an answer whose head is out: with an error event where one can be put in, else by breaking off.
+
+    A stream that is whole only ends, whatever happened while its client was taking the last of it.
+    """
     relay = call.relay
     if relay is None or not relay.has_events or not relay.tail.between_events:
         return call.abort()
     try:
         async with asyncio.timeout(LAST_WORD_S):
-            await call.send(refused.frame(anthropic=call.anthropic))
+            if not relay.tail.whole:
+                await call.send(refused.frame(anthropic=call.anthropic))
             await call.finish()
     except TimeoutError:  # the client does not read
         call.abort()

@@ -24,7 +24,7 @@ from app.status import EngineStatus
 
 DRAINED: Final = 0
 CUT: Final = 3
-KEEP_ALIVE_S: Final = 75  # longer than load balancers keep theirs, so that they close first
+KEEP_ALIVE_S: Final = 660  # longer than load balancers keep theirs, so that they close first: they wait 600 s and more
 BACKLOG: Final = 2048
 
 log = logging.getLogger("tidegate.server")
@@ -128,7 +128,7 @@ def _server(app: FastAPI) -> _Server:
         workers=1,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=int(LINGER_S),
     )
     return _Server(config)
 

@@ -10,7 +10,8 @@ from typing import Any, Final
 from app.routes import Family
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
-LOOKED_AT_TOGETHER: Final = 32  # reads
+LOOKED_AT_TOGETHER: Final = 32  # reads of at most the following, which bounds what a stream holds
+SMALL_BYTES: Final = 1024
 KEPT_BYTES: Final = 4096  # of the end of a stream: an end mark with an error before it fits in
 END_BYTES: Final = 512  # an end mark fits in
 
@@ -81,7 +82,7 @@ class Tail:
     def feed(self, data: bytes) -> None:
         """Take in what is relayed. It is looked at many reads at a time, which is what makes an event cheap."""
         self._new.append(data)
-        if len(self._new) >= LOOKED_AT_TOGETHER or len(data) > KEPT_BYTES:
+        if len(self._new) >= LOOKED_AT_TOGETHER or len(data) > SMALL_BYTES:
             self._look()
 
     def _look(self) -> None:

@@ -12,7 +12,7 @@ const OUTCOMES = {
   engine_error: "Engine failed", invalid: "Invalid request",
 };
 const CAUSES = {
-  exit: "it ended", killed: "it was killed", stalled: "it stalled", start: "it could not start", unknown: "cause unknown",
+  exit: "it ended", killed: "it was killed", oom: "out of memory", stalled: "it stalled", start: "it could not start", unknown: "cause unknown",
 };
 const STATES = {
   ready: ["good", "Engine ready", ""],
@@ -303,7 +303,8 @@ async function askForKey() {
   form.hidden = false;
   byId("key").focus();
   await new Promise((done) => form.addEventListener("submit", done, { once: true }));
-  sessionStorage.setItem(KEY, byId("key").value.trim());
+  // What can't stand in a header can't be a key; an empty one is refused like any other.
+  sessionStorage.setItem(KEY, byId("key").value.trim().replace(/[^\x21-\x7e]/g, "?"));
   byId("key").value = "";
   form.hidden = true;
 }

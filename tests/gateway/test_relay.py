@@ -297,3 +297,25 @@ async def test_hundred_streams_at_once(gateway: Start) -> None:
         answers = await asyncio.gather(*(call() for _ in range(100)))
     assert {answer.content for answer in answers} == {answers[0].content}
     assert gate.engine.counts()["max_running"] == 100
+
+
+async def test_event_stream_with_a_length_may_have_keep_alives_in_it(gateway: Start) -> None:
+    """Their bytes don't count towards a length that the engine gave for its own."""
+    gate = gateway(keepalive_s=0.2)
+    body = chat(fake={"framing": "length", "events": 4, "gap_ms": 500}, stream=True)
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, body)
+        answer = await wire.answer()
+    assert answer.whole
+    assert b": keep-alive" in answer.body
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_client_that_pipelines_and_leaves_stops_the_stream(gateway: Start) -> None:
+    gate = gateway()
+    wire = await gate.wire()
+    for _ in range(2):
+        await wire.request(CHAT, chat(fake={"events": 400, "gap_ms": 50}, stream=True))
+    await until(lambda: gate.stats()["in_flight"] == 1, "work at the engine")
+    await wire.close()
+    await until(lambda: gate.stats()["in_flight"] == 0, "its end")

@@ -362,6 +362,21 @@ class TestPumping:
         assert await stream.pump(sink) is True
         assert sink.data == b"ab" * 4
 
+    async def test_into_a_full_sink_gives_it_no_more_in_the_same_turn_and_loses_nothing(self) -> None:
+        connection = EngineConnection(EngineTransport("http://engine"))
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        sink = Sink(full=True)
+        pumping = asyncio.create_task(connection.pump(sink))
+        await asyncio.sleep(0)
+        for number in range(5):
+            connection.data_received(b"1\r\n%d\r\n" % number)
+        connection.data_received(b"0\r\n\r\n")
+        assert sink.data == b"0"
+        assert await pumping is False
+        sink.full = False
+        assert await connection.pump(sink) is True
+        assert sink.data == b"01234"
+
     async def test_that_nobody_goes_on_with_reads_no_more_than_its_bound(
         self, transport: EngineTransport, engine: Engine
     ) -> None:

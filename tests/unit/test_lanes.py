@@ -66,6 +66,7 @@ class TestLane:
         assert classify(COMPLETIONS, body | {"n": 4}).work == 12
         assert classify(COMPLETIONS, body | {"max_tokens": 10**4000}).work == pytest.approx(10**9)
         assert classify(COMPLETIONS, {"prompt": "hi", "n": 10**4000}).weight == 10**4000
+        assert float(classify(COMPLETIONS, {"prompt": [1, 2], "n": 10**400}).exact_tokens) == 2 * 10**6
         assert classify(COMPLETIONS, {"what": "else"}).work == 0
 
     def test_the_bound_itself_is_still_inside(self) -> None:
@@ -367,6 +368,10 @@ class TestDecoding:
     def test_of_two_equal_names_the_last_one_counts_as_in_the_engine(self) -> None:
         demand = lanes().classify(COMPLETIONS, b'{"prompt": "a", "n": 9, "max_tokens": 900, "max_tokens": 9, "n": 2}')
         assert (demand.lane, demand.weight) == ("short", 2)
+
+    def test_millions_of_containers_are_not_decoded_but_forwarded(self) -> None:
+        body = b'{"max_tokens": 1, "n": 3, "messages": [' + b"[]," * 600_000 + b"[]]}"
+        assert lanes().classify(CHAT, body) == Demand("long")
 
     def test_nesting_that_the_engine_can_read_is_read(self) -> None:
         body = b'{"max_tokens": 1, "prompt": ' + b"[" * 900 + b'"' + b"a" * 400 + b'"' + b"]" * 900 + b"}"

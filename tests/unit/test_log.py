@@ -81,7 +81,7 @@ def test_an_exception_is_shown(log_format: str, capsys: pytest.CaptureFixture[st
     ("message", "shown"),
     [
         ("ASGI callable returned without completing response.", False),
-        ("Invalid HTTP request received.", True),
+        ("Invalid HTTP request received.", False),
         (ValueError("an exception as the message"), True),
     ],
 )
