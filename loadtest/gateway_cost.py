@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = facts(given, "loadtest.gateway_cost") | {"rounds": arguments.rounds}
     try:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        arms, missing, own = runner.run(_benchmark(arguments.arms, arguments.rounds, out, quick=arguments.quick))
+        arms, missing, own = runner.run(
+            _benchmark(arguments.arms, arguments.rounds, out, quick=arguments.quick, vllm=arguments.vllm)
+        )
     except (ServerFailed, NotServed, ModelFailed) as error:
         progress(f"gateway_cost: {error}")
         return 1
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _benchmark(
-    names: Sequence[str], rounds: int, out: Path, *, quick: bool
+    names: Sequence[str], rounds: int, out: Path, *, quick: bool, vllm: bool
 ) -> tuple[dict[str, list[Figures]], dict[str, str], dict[str, float]]:
     arms: dict[str, list[Figures]] = {name: [] for name in (DIRECT, *names)}
     missing: dict[str, str] = {}
@@ -94,7 +96,7 @@ async def _benchmark(
                     missing[name] = str(why).splitlines()[0]
                     progress(f"  {name} is missing: {why}")
         own = await _ourselves(engine, out, quick=quick) if "tidegate" in arms else {}
-    if own and not quick:
+    if own and vllm and not quick:
         try:
             own |= await through_vllm.measure(rounds, out)
         except (Missing, ModelFailed, ServerFailed, NotServed) as why:
@@ -247,6 +249,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--arms", type=_arms, default=tuple(PEERS), help="comma-separated (default: all)")
     flags.add_argument("--rounds", type=int, choices=range(1, 11), default=3, metavar="N", help="1 to 10 (default: 3)")
     flags.add_argument("--quick", action="store_true", help="a tenth of the load: for a look, not for a judgement")
+    flags.add_argument(
+        "--vllm", action=argparse.BooleanOptionalAction, default=True, help="in front of real vLLM too (four minutes)"
+    )
     flags.add_argument("--out", type=Path, help="folder for JSON, picture and logs (default: reports/cost/TIME)")
     return flags
 

@@ -146,7 +146,9 @@ def _litellm(place: Place, tell: Callable[[str], None]) -> Launch:
     file = place.folder / "litellm.json"  # JSON is YAML
     file.write_text(json.dumps(config))
     argv = [str(bin_ / "litellm"), "--config", str(file), "--host", "127.0.0.1", "--port", str(place.port)]
-    return Launch(argv, _clean() | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"})
+    own = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
+    keyless = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}  # it listens on the loopback alone
+    return Launch(argv, _clean() | own | keyless)
 
 
 def _relay(place: Place, tell: Callable[[str], None]) -> Launch:
