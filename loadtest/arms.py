@@ -39,7 +39,16 @@ class Options:
     settings: Mapping[str, str]
     out: Path  # the servers' logs go there
     in_turn: bool = False  # one engine at a time, for machines without memory for two
+    url: str = ""  # of the server that the arm `url` goes to
     tell: Callable[[str], None] = print
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a server that generates says of itself: open requests, and tokens made since its start."""
+
+    open: float
+    tokens: float
 
 
 class Server:
@@ -58,13 +67,16 @@ class Server:
             return (await self._http.get(path)).status_code == 200
         return False
 
-    async def engine_metrics(self) -> dict[str, float]:
-        """vLLM's metrics by name, summed over their labels; empty if it does not answer."""
+    async def work(self) -> Work | None:
+        """What vLLM's metrics say, summed over their labels; None if they are not to be had."""
         found: dict[str, float] = {}
         with contextlib.suppress(httpx.HTTPError):
             for name, value in METRIC.findall((await self._http.get("/metrics")).text):
                 found[name] = found.get(name, 0.0) + float(value)
-        return found
+        if not found:
+            return None
+        waiting = found.get("vllm:num_requests_running", 1) + found.get("vllm:num_requests_waiting", 1)
+        return Work(waiting, found.get("vllm:generation_tokens_total", 0.0))
 
     async def stop(self) -> None:
         await self._http.aclose()
@@ -78,6 +90,8 @@ class Target:
     address: Address
     engine: Server
     gateway: Server | None = None
+    comes_to_rest: bool = True  # whether the engine drops what its clients have left
+    model: str = MODEL  # the name that it knows its model by
 
     async def until_idle(self) -> None:
         """Wait until the engine has nothing left to do.
@@ -87,18 +101,19 @@ class Target:
         """
 
         async def idle() -> bool:
-            metrics = await self.engine.engine_metrics()
-            return metrics.get("vllm:num_requests_running", 1) + metrics.get("vllm:num_requests_waiting", 1) == 0
+            work = await self.engine.work()
+            return work is not None and work.open == 0
 
-        await self.engine.child.until(idle, "idle", IDLE_S)
+        if self.comes_to_rest:
+            await self.engine.child.until(idle, "idle", IDLE_S)
 
 
 class Stage:
     """Starts what an arm needs, keeps engines for the arms to come, and ends everything with its `async with`."""
 
     def __init__(self, model: Path, options: Options) -> None:
-        self._model = model
-        self._options = options
+        self.model = model
+        self.options = options
         self._folder = tempfile.TemporaryDirectory(prefix="tg-")  # short: a Unix socket's path has a limit
         self._engines: dict[int | None, Server] = {}  # by their own limit
 
@@ -110,17 +125,13 @@ class Stage:
             await self._engines.pop(limit).stop()
         self._folder.cleanup()
 
-    def arm(self, name: str) -> AbstractAsyncContextManager[Target]:
-        """Set up an arm for one run."""
-        return ARMS[name](self)
-
     async def engine(self, own_limit: int | None = None) -> Server:
         """The engine with this limit of its own, started if it does not run, and idle.
 
         Raises:
             ServerFailed: it did not start or does not come to rest.
         """
-        if self._options.in_turn:
+        if self.options.in_turn:
             for limit in [limit for limit in self._engines if limit != own_limit]:
                 await self._engines.pop(limit).stop()
         if own_limit not in self._engines:
@@ -131,18 +142,18 @@ class Stage:
 
     async def _start_engine(self, own_limit: int | None) -> None:
         name = "engine" if own_limit is None else f"engine-limit-{own_limit}"
-        self._options.tell(f"starting {name} (about half a minute)")
-        folder = self._empty_folder(name)
+        self.options.tell(f"starting {name} (about half a minute)")
+        folder = self.empty_folder(name)
         address = Address(socket=str(folder / "engine.sock"))
         # Without a limit from here the launcher passes one that no run comes near.
         arguments = [*ENGINE_ARGUMENTS, *(() if own_limit is None else ("--max-num-queued-reqs", str(own_limit)))]
-        plan = make_plan(find("auto"), Model(str(self._model), MODEL), Path(address.socket), arguments, os.environ)
-        log = self._options.out / f"{name}.log"
+        plan = make_plan(find("auto"), Model(str(self.model), MODEL), Path(address.socket), arguments, os.environ)
+        log = self.options.out / f"{name}.log"
         engine = Server(Child(name, plan.argv, plan.env, folder, log, niceness=plan.niceness), address)
         self._engines[own_limit] = engine
         await engine.child.until(lambda: engine.answers("/health"), "ready", ENGINE_START_S)
 
-    def _empty_folder(self, name: str) -> Path:
+    def empty_folder(self, name: str) -> Path:
         """To run in: nobody's .env is read, and no socket of an earlier engine is in the way of a new one."""
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder.name))
 
@@ -150,22 +161,27 @@ class Stage:
     async def gateway(self, engine: Server) -> AsyncIterator[Server]:
         """A fresh Tidegate in front of an engine: as in a new start, it has learned nothing yet."""
         port = free_port()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIDEGATE_", "WEB_CONC"))}
         settings = {
             "TIDEGATE_MAX_IN_FLIGHT": str(SEQUENCES),
             "TIDEGATE_ENGINE_URL": f"unix://{engine.address.socket}",
             "TIDEGATE_PORT": str(port),
-            **self._options.settings,
+            **self.options.settings,
         }
-        folder = self._empty_folder("gateway")
-        env = kept | {"PYTHONPATH": str(ROOT)} | settings
-        log = self._options.out / "gateway.log"
-        server = Server(Child("gateway", [sys.executable, "-m", "app"], env, folder, log), Address(port=port))
+        folder = self.empty_folder("gateway")
+        log = self.options.out / "gateway.log"
+        argv = [sys.executable, "-m", "app"]
+        server = Server(Child("gateway", argv, environment() | settings, folder, log), Address(port=port))
         try:
             await server.child.until(lambda: server.answers("/readyz"), "ready", GATEWAY_START_S)
             yield server
         finally:
             await server.stop()
+
+
+def environment() -> dict[str, str]:
+    """This process's, without settings of a gateway, for children that import the project."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIDEGATE_", "WEB_CONC"))}
+    return kept | {"PYTHONPATH": str(ROOT)}
 
 
 @asynccontextmanager
@@ -187,7 +203,8 @@ async def _tidegate(stage: Stage) -> AsyncIterator[Target]:
         yield Target(gateway.address, engine, gateway)
 
 
-ARMS: Final[dict[str, Callable[[Stage], AbstractAsyncContextManager[Target]]]] = {
+Arm = Callable[[Stage], AbstractAsyncContextManager[Target]]
+ARMS: Final[dict[str, Arm]] = {  # those that are compared unless others are named
     "bare": _bare,
     "own-limit": _own_limit,
     "tidegate": _tidegate,

@@ -33,15 +33,16 @@ class NotServed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: a Unix socket, else a port on the loopback."""
+    """Where a server listens: a Unix socket, else a port, here unless a host is named."""
 
     socket: str = ""
     port: int = 0
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
         """For people and for httpx, which is told of the socket apart."""
-        return "http://engine" if self.socket else f"http://127.0.0.1:{self.port}"
+        return "http://engine" if self.socket else f"http://{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Exchange(asyncio.Protocol):
             if address.socket:
                 await loop.create_unix_connection(lambda: self, address.socket)
             else:
-                await loop.create_connection(lambda: self, "127.0.0.1", address.port)
+                await loop.create_connection(lambda: self, address.host, address.port)
             await self.over
         except OSError as error:
             self._finish(f"connect: {error.strerror or error}")

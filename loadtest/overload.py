@@ -9,14 +9,11 @@ nothing do. This process is the client; engines and gateway are others.
 
 import argparse
 import asyncio
-import resource
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,26 +21,19 @@ import uvloop
 
 from launcher.model import ModelFailed
 from loadtest import report
-from loadtest.arms import ARMS, MODEL, Options, Stage, Target
-from loadtest.client import NotServed, closed_loop, load, open_loop
-from loadtest.outcomes import Metrics, Record, summarise
-from loadtest.processes import ServerFailed, machine_cpu_s
+from loadtest.arms import ARMS, Options, Stage
+from loadtest.client import NotServed
+from loadtest.naive_arms import ALL_ARMS
+from loadtest.outcomes import Metrics
+from loadtest.processes import ServerFailed
 from loadtest.report import progress
-from loadtest.workload import LONG_SHARE, Request, endless, schedule
+from loadtest.runs import allow_many_connections, measure_capacity, run
+from loadtest.workload import LONG_SHARE, schedule
 
-IN_FLIGHT: Final = 24  # while capacity is measured: the engine's 16, and always one that can follow
-WARM_S: Final = 3.0  # left out of the measurement: all begin at once
-WARM_UP_S: Final = 30.0  # for each of the following
-WARM_UP: Final = 4  # requests before each run: fewer than Tidegate learns from
-LATE_CLIENT_MS: Final = 50.0
-FOREIGN_CORES: Final = 0.2  # more of the machine in use by others, and one measures them
 INTERRUPTED, TERMINATED = 130, 143
 MOST_SEEDS: Final = 20
-MOST_CONNECTIONS: Final = 65_536
 FULL: Final[dict[str, Any]] = {"seeds": "1,2,3", "seconds": 20.0, "grace": 60.0, "measure": 15.0}
 QUICK: Final[dict[str, Any]] = {"seeds": "1", "seconds": 8.0, "grace": 12.0, "measure": 8.0}
-
-salts = (f"run{number:03d}" for number in count(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +48,7 @@ class Plan:
     grace_s: float
     measure_s: float
     capacity: float | None
+    spread: float = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = arguments.out or Path("reports", "overload", datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
     out.mkdir(parents=True, exist_ok=True)
     settings = dict(arguments.set)
-    options = Options(settings, out.resolve(), arguments.in_turn, progress)
+    options = Options(settings, out.resolve(), arguments.in_turn, arguments.url, progress)
     about = report.facts(given) | asdict(plan) | {"settings": settings}
-    _allow_many_connections()
+    allow_many_connections()
     try:
         asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_experiment(plan, options, about))
     except (ServerFailed, NotServed, ModelFailed) as error:
@@ -93,14 +84,16 @@ async def _experiment(plan: Plan, options: Options, about: dict[str, Any]) -> No
     progress(f"arms {', '.join(plan.arms)}; seeds {seeds}; {at_most / 60:.1f} min of load at most, and engine starts")
     runs: dict[str, list[Metrics]] = {arm: [] for arm in plan.arms}
     async with Stage(await asyncio.to_thread(tiny_model), options) as stage:
-        about["capacity"] = capacity = plan.capacity or await _measure_capacity(stage, plan)
+        about["capacity"] = capacity = plan.capacity or await measure_capacity(
+            stage, plan.mix, plan.seeds[0], plan.measure_s
+        )
         about["rate"] = rate = plan.load * capacity
         progress(f"capacity {capacity:.1f} req/s ({plan.mix}); offered {rate:.1f} req/s for {plan.seconds:g} s")
         for seed in plan.seeds:
-            requests = schedule(plan.mix, rate, plan.seconds, seed)
+            requests = schedule(plan.mix, rate, plan.seconds, seed, spread=plan.spread)
             for arm in plan.arms:
-                async with stage.arm(arm) as target:
-                    metrics, records = await _run(target, requests, plan, f"seed {seed}, {arm}")
+                async with ALL_ARMS[arm](stage) as target:
+                    metrics, records = await run(target, requests, plan.seconds, plan.grace_s, f"seed {seed}, {arm}")
                 runs[arm].append(metrics)
                 report.write_run(
                     options.out / f"{arm}-{seed}.json", about | {"arm": arm, "seed": seed}, metrics, records
@@ -109,80 +102,6 @@ async def _experiment(plan: Plan, options: Options, about: dict[str, Any]) -> No
     offered = f"{plan.load:g} x capacity ({rate:.1f} of {capacity:.1f} req/s)"
     print(f"\n{plan.mix}, {offered}, {plan.seconds:g} s of arrivals\n\n{report.table(runs)}")
     print(f"\n{report.legend(plan.grace_s)}\n{report.footer(about)}\nRecords: {options.out}")
-
-
-async def _measure_capacity(stage: Stage, plan: Plan) -> float:
-    """Requests a second that the engine completes when it always has enough to do."""
-    engine = await stage.engine()
-    progress(f"measuring capacity: {IN_FLIGHT} in flight for {WARM_S + plan.measure_s:g} s")
-    salt = next(salts)
-    shots = (load(request, MODEL, salt) for request in endless(plan.mix, plan.seeds[0]))
-    ended = await closed_loop(engine.address, shots, IN_FLIGHT, WARM_S, plan.measure_s)
-    if not ended:
-        raise ServerFailed(f"the engine completed nothing in {plan.measure_s:g} s")
-    return len(ended) / plan.measure_s
-
-
-async def _run(target: Target, requests: Sequence[Request], plan: Plan, name: str) -> tuple[Metrics, list[Record]]:
-    """One arm, one seed."""
-    await _warm_up(target, plan.mix)
-    salt = next(salts)
-    shots = [load(request, MODEL, salt) for request in requests]
-    before, spent, began = await _generated(target), _spent(target), time.monotonic()
-    records = await open_loop(
-        target.address, shots, plan.seconds + plan.grace_s, lambda text: progress(f"  {name}, {text}")
-    )
-    spent = {party: seconds - spent[party] for party, seconds in _spent(target).items()}
-    took = time.monotonic() - began
-    await target.until_idle()
-    metrics = summarise(records, plan.seconds, await _generated(target) - before) | _shares(spent)
-    progress(f"{name}: goodput {metrics['goodput']:.1f} req/s{_doubts(metrics, took)}")
-    return metrics, records
-
-
-def _doubts(metrics: Metrics, took: float) -> str:
-    """What makes the figures of a run that took so many seconds doubtful."""
-    found = ""
-    if (lag := metrics["lag_p99_ms"] or 0.0) > LATE_CLIENT_MS:
-        found += f"; WARNING: the client was late by {lag:.0f} ms (p99)"
-    if (others := (metrics["others_cpu_s"] or 0.0) / took) > FOREIGN_CORES:
-        found += f"; WARNING: other processes took {others:.1f} cores meanwhile"
-    return found
-
-
-async def _warm_up(target: Target, mix: str) -> None:
-    """A few requests one by one: the first ones of any server find nothing ready.
-
-    Raises:
-        NotServed: one of them failed.
-    """
-    salt = next(salts)
-    requests = endless(mix, 0)
-    shots = (load(next(requests), MODEL, salt) for _ in range(WARM_UP))
-    for shot in shots:
-        (record,) = await open_loop(target.address, [shot], WARM_UP_S, progress)
-        if not record.whole:
-            raise NotServed(f"a request without any load got status {record.status}, {record.error or 'no end mark'}")
-
-
-async def _generated(target: Target) -> float:
-    return (await target.engine.engine_metrics()).get("vllm:generation_tokens_total", 0.0)
-
-
-def _spent(target: Target) -> dict[str, float]:
-    """CPU seconds so far; a gateway or an engine that was not measured alone shows in `machine`."""
-    return {
-        "client": time.process_time(),
-        "gateway": target.gateway.child.cpu_s() if target.gateway else 0.0,
-        "engine": target.engine.child.cpu_s(),
-        "machine": machine_cpu_s(),
-    }
-
-
-def _shares(spent: dict[str, float]) -> Metrics:
-    others = spent["machine"] - spent["client"] - spent["gateway"] - spent["engine"]
-    parties = {"client": spent["client"], "gateway": spent["gateway"], "engine": spent["engine"], "others": others}
-    return {f"{party}_cpu_s": max(0.0, seconds) for party, seconds in parties.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -196,10 +115,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add = flags.add_argument
     add("--quick", action="store_true", help="one seed and short times: for a look, not for a judgement")
-    add("--arms", type=_names, default=tuple(ARMS), help=f"which, and in which order (default: {','.join(ARMS)})")
+    add(
+        "--arms",
+        type=_names,
+        default=tuple(ARMS),
+        help=f"in this order (default: {','.join(ARMS)}; all: {','.join(ALL_ARMS)})",
+    )
     add("--seeds", type=_seeds, help=f"comma-separated (default: {FULL['seeds']}; quick: {QUICK['seeds']})")
     add("--load", type=_within(0.01, 10), default=2.5, help="offered load, in capacities (default: 2.5)")
     add("--mix", choices=list(LONG_SHARE), default="mixed", help="mixed is 80%% short, 20%% long (default: mixed)")
+    add(
+        "--spread", type=_within(0.1, 10), default=1.0, help="of arrivals: 1 is Poisson, 3 comes in bursts (default: 1)"
+    )
+    add("--url", default="", help="http://host:port of a server of yours, for --arms url")
     add("--seconds", type=_within(1, 300), help=f"of arrivals{_defaults('seconds')}")
     add("--grace", type=_within(1, 300), help=f"seconds that the client waits on after them{_defaults('grace')}")
     add("--measure", type=_within(1, 300), help=f"seconds for measuring capacity{_defaults('measure')}")
@@ -222,6 +150,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         grace_s=arguments.grace or default["grace"],
         measure_s=arguments.measure or default["measure"],
         capacity=arguments.capacity,
+        spread=arguments.spread,
     )
 
 
@@ -231,8 +160,10 @@ def _defaults(name: str) -> str:
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := set(names) - ARMS.keys():
-        raise argparse.ArgumentTypeError(f"no such arm: {', '.join(sorted(unknown))} (there are: {', '.join(ARMS)})")
+    if unknown := set(names) - ALL_ARMS.keys():
+        raise argparse.ArgumentTypeError(
+            f"no such arm: {', '.join(sorted(unknown))} (there are: {', '.join(ALL_ARMS)})"
+        )
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError("an arm is named twice")
     return names
@@ -263,14 +194,6 @@ def _setting(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError("must be NAME=VALUE")
     return "TIDEGATE_" + name.upper().removeprefix("TIDEGATE_"), value
-
-
-def _allow_many_connections() -> None:
-    """Under overload there are as many as there are unanswered requests; children inherit the limit."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +29,11 @@ class Kind:
 SHORT: Final = Kind("short", words=(24, 24), tokens=(8, 32), limit_s=2.0)
 LONG: Final = Kind("long", words=(600, 1200), tokens=(128, 320), limit_s=10.0)
 KINDS: Final = (SHORT, LONG)
+# For the embedded model on a CPU, which makes 200 tokens a second for all together: less to do, and more time.
+SLOW_KINDS: Final = (
+    Kind("short", words=(24, 24), tokens=(8, 32), limit_s=10.0),
+    Kind("long", words=(100, 200), tokens=(48, 96), limit_s=40.0),
+)
 LONG_SHARE: Final = {"mixed": 0.2, "short": 0.0, "long": 1.0}  # by the name of the mix
 
 
@@ -61,25 +66,59 @@ class Request:
         return json.dumps(request).encode()
 
 
-def schedule(mix: str, rate: float, seconds: float, seed: int) -> list[Request]:
-    """Poisson arrivals at `rate` a second over `seconds`; each is long with the share of the mix."""
-    times, kinds, sizes = (random.Random(f"{seed} {what}") for what in ("times", "kinds", "sizes"))
+def schedule(
+    mix: str,
+    rate: float,
+    seconds: float,
+    seed: int,
+    *,
+    spread: float = 1.0,
+    kinds: tuple[Kind, Kind] = KINDS,
+) -> list[Request]:
+    """Arrivals at `rate` a second over `seconds`; each is long with the share of the mix.
+
+    `spread` is the standard deviation of the time between two arrivals, measured by its mean: 1 is Poisson, more comes
+    in bursts (gamma-distributed times).
+    """
+    return varying(mix, [(seconds, rate)], seed, spread=spread, kinds=kinds)
+
+
+def varying(
+    mix: str,
+    phases: Sequence[tuple[float, float]],
+    seed: int,
+    *,
+    spread: float = 1.0,
+    kinds: tuple[Kind, Kind] = KINDS,
+) -> list[Request]:
+    """The same with phases of (seconds, rate), one after the other."""
+    times, which, sizes = (random.Random(f"{seed} {what}") for what in ("times", "kinds", "sizes"))
     requests: list[Request] = []
-    at_s = times.expovariate(rate)
-    while at_s < seconds:
-        kind = LONG if kinds.random() < LONG_SHARE[mix] else SHORT
-        requests.append(_request(len(requests), at_s, kind, sizes, f"{seed}"))
-        at_s += times.expovariate(rate)
+    begin = 0.0
+    for seconds, rate in phases:
+        at_s = begin + _gap(times, rate, spread)
+        while at_s < begin + seconds:
+            kind = kinds[which.random() < LONG_SHARE[mix]]
+            requests.append(_request(len(requests), at_s, kind, sizes, f"{seed}"))
+            at_s += _gap(times, rate, spread)
+        begin += seconds
     return requests
 
 
-def endless(mix: str, seed: int) -> Iterator[Request]:
+def _gap(times: random.Random, rate: float, spread: float) -> float:
+    if spread == 1:
+        return times.expovariate(rate)
+    shape = spread**-2
+    return times.gammavariate(shape, 1 / (rate * shape))
+
+
+def endless(mix: str, seed: int, kinds: tuple[Kind, Kind] = KINDS) -> Iterator[Request]:
     """The same requests without a schedule, evenly mixed, so that a short measurement sees the right share of each."""
     sizes = random.Random(f"{seed} endless")
     share = LONG_SHARE[mix]
     index = 0
     while True:
-        kind = LONG if int((index + 1) * share) > int(index * share) else SHORT
+        kind = kinds[int((index + 1) * share) > int(index * share)]
         yield _request(index, 0.0, kind, sizes, f"{seed} endless")
         index += 1
 
