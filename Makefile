@@ -1,6 +1,6 @@
 # Everything that a person or CI calls. What each target does is in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fast test overload bench chaos format lint lock clean
+.PHONY: help setup serve fast test overload loadtest report bench chaos format lint lock clean
 
 BIN := .venv/bin
 # Three processes of the engine import thousands of modules each: compile them once, not at every start.
@@ -21,10 +21,19 @@ fast: ## format, lint, types and the tests that need no engine
 	@bash scripts/setup.sh gateway dev && exec bash scripts/check.sh fast
 
 test: ## install everything needed, then run every check and every test
-	@bash scripts/setup.sh gateway engine dev checkov node tools && exec bash scripts/check.sh all
+	@bash scripts/setup.sh gateway engine dev checkov loadtest node tools && exec bash scripts/check.sh all
 
 overload: ## more requests than the engine can take: vLLM alone, with its own limit, Tidegate [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.overload $(ARGS)
+
+loadtest: ## users of a running server, by locust, with HTML and CSV in reports/locust [HOST=URL] [SHAPE=…] [ARGS=--help]
+	@bash scripts/setup.sh gateway loadtest && mkdir -p reports/locust && \
+	  exec $(BIN)/python -m locust -f loadtest/locustfile.py --headless --only-summary --stop-timeout 60 -u 20 -t 30s \
+	  --host $${HOST:-http://127.0.0.1:8000} --shape $${SHAPE:-ramp} \
+	  --html reports/locust/report.html --csv reports/locust/report $(ARGS)
+
+report: ## every load test in turn, as one page with pictures in loadtest/report [ARGS=--quick]
+	@bash scripts/setup.sh gateway engine loadtest && exec $(BIN)/python -m loadtest.campaign $(ARGS)
 
 bench: ## what the gateway costs for each event and call, beside nginx and other gateways [ARGS=--help]
 	@bash scripts/setup.sh gateway engine loadtest && exec $(BIN)/python -m loadtest.gateway_cost $(ARGS)
@@ -42,6 +51,6 @@ lock: ## resolve pyproject.toml into requirements/ anew [UPGRADE=1 for the newes
 	@bash scripts/setup.sh gateway && exec $(BIN)/python scripts/lock.py $${UPGRADE:+--upgrade}
 
 clean: ## remove .venv, Node packages, caches and reports (models stay in ~/.cache/tidegate)
-	@rm -rf .venv .setup.lock tests/node/node_modules reports build dist
+	@rm -rf .venv .setup.lock tests/node/node_modules reports loadtest/report build dist
 	@rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -175,13 +175,27 @@ class Exchange(asyncio.Protocol):
         return time.monotonic() - self._start
 
 
+class Sent(Protocol):
+    """What the open loop needs of a request on its way: an exchange, or somebody who makes several of them."""
+
+    record: Record
+    over: asyncio.Future[None]
+
+    async def run(self, address: Address) -> None:
+        """Until it has ended; a cancellation is the client giving up."""
+
+
 async def open_loop(
-    address: Address, shots: Sequence[Shot], give_up_s: float, tell: Callable[[str], None]
+    address: Address,
+    shots: Sequence[Shot],
+    give_up_s: float,
+    tell: Callable[[str], None],
+    make: Callable[[Shot, float], Sent] = Exchange,
 ) -> list[Record]:
     """Send each request at its time, whatever became of the others; after `give_up_s` seconds cut those still open."""
     with _undisturbed():
         start = time.monotonic() + LEAD_S
-        exchanges: list[Exchange] = []
+        exchanges: list[Sent] = []
         tasks: list[asyncio.Task[None]] = []
         teller = asyncio.create_task(_report(exchanges, len(shots), start, tell))
         try:
@@ -189,7 +203,7 @@ async def open_loop(
                 delay = start + shot.request.at_s - time.monotonic()
                 if delay > 0:
                     await asyncio.sleep(delay)
-                exchanges.append(Exchange(shot, start))
+                exchanges.append(make(shot, start))
                 tasks.append(asyncio.create_task(exchanges[-1].run(address)))
             if tasks:
                 await asyncio.wait(tasks, timeout=max(0.0, start + give_up_s - time.monotonic()))
@@ -232,7 +246,7 @@ async def closed_loop(
     return [record for record in ended if record.end is not None and warm_s <= record.end < warm_s + seconds]
 
 
-async def _report(exchanges: Sequence[Exchange], total: int, start: float, tell: Callable[[str], None]) -> None:
+async def _report(exchanges: Sequence[Sent], total: int, start: float, tell: Callable[[str], None]) -> None:
     while True:
         await asyncio.sleep(TELL_EVERY_S)
         open_now = sum(not exchange.over.done() for exchange in exchanges)

@@ -57,6 +57,7 @@ class Record:
     error: str = ""  # code of an error in the stream, or what broke the connection
     reason: str = ""  # a gateway's word for its refusal
     cut: bool = False
+    attempts: int = 1
 
     @property
     def whole(self) -> bool:
