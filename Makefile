@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help: ## show this list
 	@echo 'make TARGET, where TARGET is one of'
-	@sed -n 's/^\([a-z]*\):.*## /  \1	/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z]*\):.*## /  \1	/p' Makefile | expand -t 12
 
 setup: ## install gateway and engine into .venv [PYTHON=path] [DEVICE=auto|cuda|cpu]
 	@bash scripts/setup.sh gateway engine
@@ -26,7 +26,7 @@ test: ## install everything needed, then run every check and every test
 overload: ## more requests than the engine can take: vLLM alone, with its own limit, Tidegate [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.overload $(ARGS)
 
-loadtest: ## users of a running server, by locust, with HTML and CSV in reports/locust [HOST=URL] [SHAPE=…] [ARGS=--help]
+loadtest: ## users of a running server, by locust [HOST=URL] [SHAPE=…] [ARGS=--help]
 	@bash scripts/setup.sh gateway loadtest && mkdir -p reports/locust && \
 	  exec $(BIN)/python -m locust -f loadtest/locustfile.py --headless --only-summary --stop-timeout 60 -u 20 -t 30s \
 	  --host $${HOST:-http://127.0.0.1:8000} --shape $${SHAPE:-ramp} \

@@ -9,7 +9,7 @@ from app.lanes import Lanes
 from app.routes import FORWARDED, Routes
 from app.settings import DEFAULT_LANES
 from loadtest.client import load
-from loadtest.workload import LONG, SHORT, endless, schedule
+from loadtest.workload import LONG, SHORT, SLOW_KINDS, endless, schedule, varying
 
 
 def test_a_seed_gives_the_same_requests_again_and_another_seed_others() -> None:
@@ -28,6 +28,35 @@ def test_arrivals_are_poisson_at_the_asked_rate_and_within_the_window() -> None:
     assert deviation == pytest.approx(mean, rel=0.05)
     assert all(0 < r.at_s < 200 for r in requests)
     assert [r.index for r in requests] == list(range(len(requests)))
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_bursts_keep_the_rate_and_spread_the_times_between(spread: float) -> None:
+    requests = schedule("mixed", 50, 400, 1, spread=spread)
+    gaps = [b.at_s - a.at_s for a, b in pairwise(requests)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert len(requests) == pytest.approx(20_000, rel=0.08)
+    assert deviation / mean == pytest.approx(spread, rel=0.1)
+    poisson = schedule("mixed", 50, 400, 1)
+    assert [(r.kind, r.tokens) for r in requests[:99]] == [(r.kind, r.tokens) for r in poisson[:99]]
+
+
+def test_phases_follow_each_other_each_with_its_rate() -> None:
+    requests = varying("mixed", [(100, 5), (100, 30), (100, 5)], 1)
+    counts = [sum(begin <= r.at_s < begin + 100 for r in requests) for begin in (0, 100, 200)]
+    assert counts == pytest.approx([500, 3000, 500], rel=0.1)
+    assert [r.at_s for r in requests] == sorted(r.at_s for r in requests)
+    assert [r.index for r in requests] == list(range(len(requests)))
+
+
+def test_other_kinds_can_be_asked_for() -> None:
+    requests = schedule("mixed", 50, 10, 1, kinds=SLOW_KINDS)
+    assert (
+        {r.kind for r in requests}
+        == set(SLOW_KINDS)
+        == {next(endless(mix, 1, SLOW_KINDS)).kind for mix in ("short", "long")}
+    )
 
 
 def test_a_higher_load_brings_the_same_sizes_in_the_same_order() -> None:
