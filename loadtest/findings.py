@@ -80,6 +80,20 @@ def attempts(run: Run) -> float:
     return float(sum(record["attempts"] for record in run["records"])) / max(1, len(run["records"]))
 
 
+def sources(runs: Runs) -> list[str]:
+    """Machine, versions, command and seeds of the runs, each different one once, with their times."""
+    found: dict[str, list[Run]] = {}
+    for run in runs.values():
+        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        found.setdefault(f"{run['machine']}; {versions}; {run['command']}", []).append(run)
+    lines = []
+    for text, those in found.items():
+        seeds = sorted({run["step"].get("seed", 1) for run in those})
+        times = [run["at"] for run in those]
+        lines.append(f"{text}; seeds {', '.join(map(str, seeds))}; {min(times)} to {max(times)}")
+    return lines
+
+
 def headline(runs: Runs) -> list[tuple[str, str]]:
     """The figures in one line each, those that were measured."""
     lines: list[tuple[str, str]] = []

@@ -63,7 +63,8 @@ async def naive(stage: Stage, name: str) -> AsyncIterator[Target]:
 def start(name: str, model: Path, address: Address, folder: Path, out: Path) -> Child:
     """Start `loadtest.baselines.NAME` as the engine is started: in a session of its own, with the same niceness."""
     app = f"loadtest.baselines.{name}:create_app"
-    flags = ["--factory", "--port", str(address.port), "--no-access-log", "--log-level", "warning"]
+    # Nobody is left to wait for what it still computes when it is stopped.
+    flags = f"--factory --port {address.port} --no-access-log --log-level warning --timeout-graceful-shutdown 1".split()
     argv = [sys.executable, "-m", "uvicorn", app, *flags]
     return Child(name, argv, environment() | {"MODEL": str(model)}, folder, out / f"{name}.log", niceness=NICENESS)
 

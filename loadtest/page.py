@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from loadtest.findings import SPOKEN, Run, Runs, attempts, headline, load_of, of_group, outcomes, served
+from loadtest.findings import SPOKEN, Run, Runs, attempts, headline, load_of, of_group, outcomes, served, sources
 from loadtest.pictures import draw
 
 STYLE: Final = (
@@ -77,15 +77,6 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
     return lines
 
 
-def sources(runs: Runs) -> list[str]:
-    """Machine, versions and command of the runs, each different one once, with their days."""
-    found: dict[str, list[str]] = {}
-    for run in runs.values():
-        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        found.setdefault(f"{run['machine']}; {versions}; {run['command']}", []).append(run["at"])
-    return [f"{text}; {min(times)} to {max(times)}" for text, times in found.items()]
-
-
 def _html(
     folder: Path,
     pictures: Mapping[str, str],
@@ -100,7 +91,7 @@ def _html(
     for name, title in pictures.items():
         data = base64.b64encode((folder / name).read_bytes()).decode()
         image = f'<img alt="{say(title)}" src="data:image/png;base64,{data}">'
-        parts.append(f"<section><h2>{say(title)}</h2>{image}<br><small>{origin}; seeds in the tables</small></section>")
+        parts.append(f"<section><h2>{say(title)}</h2>{image}<br><small>{origin}</small></section>")
     for title, rows in tables.items():
         head, *body = ["".join(f"<td>{say(cell)}</td>" for cell in row) for row in rows]
         parts.append(f"<section><h2>{say(title)}</h2><table><tr>{head.replace('td>', 'th>')}</tr>")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from loadtest.findings import SPOKEN, Run, Runs, arms_of, good_over_time, load_of, of_group, outcomes, series
+from loadtest.findings import SPOKEN, Run, Runs, arms_of, good_over_time, load_of, of_group, outcomes, series, sources
 from loadtest.outcomes import Outcome
 
 COLOURS: Final = {
@@ -56,6 +56,7 @@ def draw(folder: Path, runs: Runs) -> dict[str, str]:
         figure = make()
         if figure is not None:
             figure.suptitle(title)
+            figure.supxlabel("\n".join(sources(runs)), fontsize=5, color="#616161")
             figure.savefig(folder / name, dpi=110)
             pyplot.close(figure)
             drawn[name] = title

@@ -121,7 +121,7 @@ def test_the_page_needs_nothing_else_and_every_figure_says_where_it_comes_from(t
     text = page.write_page(tmp_path, runs).read_text()
     assert "http" not in text.replace("http://www.w3.org", "")
     assert text.count("data:image/png;base64,") == len(list(tmp_path.glob("*.png"))) == 8
-    assert text.count("2 cores of X; python 3; python -m c") == 9
+    assert text.count("2 cores of X; python 3; python -m c; seeds 1; 2026") == 9
     summary = (tmp_path / "summary.md").read_text()
     assert (
         "| Tidegate | 2.5 | 1 | 4 | 3 | 3 | 2 | 1 | 1 |" in summary
