@@ -21,7 +21,7 @@ from launcher.model import ModelFailed, prepare
 from loadtest import report
 from loadtest.arms import ROOT, Options, Stage
 from loadtest.client import NotServed, open_loop
-from loadtest.experiments import Step, Together, steps
+from loadtest.experiments import GROUPS, Step, Together, steps
 from loadtest.insisting import insisting
 from loadtest.naive_arms import ALL_ARMS
 from loadtest.page import write_page
@@ -41,20 +41,22 @@ INTERRUPTED, TERMINATED = 130, 143
 class Campaign:
     """The runs of one report and where they are kept."""
 
-    def __init__(self, out: Path, argv: Sequence[str], *, quick: bool) -> None:
+    def __init__(self, out: Path, argv: Sequence[str], *, quick: bool, only: Sequence[str] = GROUPS) -> None:
         self.runs = out / "runs"
         self.runs.mkdir(parents=True, exist_ok=True)
         self.quick = quick
-        self.plan = steps(quick=quick)
+        self.plan = steps(quick=quick, only=only)
         self.argv = argv
         self.out = out
 
     def left(self) -> list[Step | Together]:
         """What is still to be done."""
-        return [step for step in self.plan if not self._is_done(step)]
+        return [step for step in self.plan if not self.done(step)]
 
-    def _is_done(self, step: Step | Together) -> bool:
-        return (found := self.read(step.name)) is not None and found["step"] == _plain(step)
+    def done(self, step: Step | Together) -> dict[str, Any] | None:
+        """A run that was made by just this plan."""
+        found = self.read(step.name)
+        return found if found is not None and found["step"] == _plain(step) else None
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A run's file, None if there is none."""
@@ -125,17 +127,27 @@ def _folder(model: str) -> Path:
     return tiny_model() if model == "tiny" else prepare(progress)
 
 
+def _groups(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(GROUPS):
+        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))} (there are: {', '.join(GROUPS)})")
+    return names
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is left and write the page; 0 done, 1 a server failed, 2 usage, 130 or 143 interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     flags = argparse.ArgumentParser(prog="python -m loadtest.campaign", description=(__doc__ or "").partition("\n")[0])
     flags.add_argument("--quick", action="store_true", help="fewer and shorter runs: under 5 minutes instead of 40")
+    flags.add_argument("--only", type=_groups, default=GROUPS, help=f"some of {','.join(GROUPS)} (default: all)")
     flags.add_argument("--fresh", action="store_true", help="forget the runs of an earlier, interrupted report")
     flags.add_argument("--out", type=Path, default=OUT, help="folder (default: loadtest/report)")
     arguments = flags.parse_args(given)
     if arguments.fresh:
         shutil.rmtree(arguments.out / "runs", ignore_errors=True)
-    campaign = Campaign(arguments.out, [flag for flag in given if flag != "--fresh"], quick=arguments.quick)
+    campaign = Campaign(
+        arguments.out, [flag for flag in given if flag != "--fresh"], quick=arguments.quick, only=arguments.only
+    )
     allow_many_connections()
     try:
         asyncio.Runner(loop_factory=uvloop.new_event_loop).run(campaign.run())
@@ -145,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError) as end:
         progress("report: interrupted; run it again and it goes on from here")
         return INTERRUPTED if isinstance(end, KeyboardInterrupt) else TERMINATED
-    results = {step.name: found for step in campaign.plan if (found := campaign.read(step.name))}
+    results = {step.name: found for step in steps(quick=arguments.quick) if (found := campaign.done(step))}
     page = write_page(arguments.out, results)
     progress(f"report: {page}")
     return 0

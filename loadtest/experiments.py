@@ -1,6 +1,6 @@
 """What the report is made of: every run, in order, for a full report and for a quick one. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ NAIVE_LOADS: Final = (0.25, 0.5, 1.0, 2.5)  # these are far beyond their capacit
 OVERLOAD: Final = 2.5
 ARMS: Final = ("bare", "own-limit", "tidegate")
 NAIVE: Final = ("one-at-a-time", "hand-batching")
+GROUPS: Final = ("sweep", "bursts", "spike", "storm", "together", "embedded")
 BURSTY: Final = 3.0  # standard deviation of the time between arrivals, by its mean
 OVERHEAD_S: Final = {"naive": 12.0, "other": 4.0}  # for the progress bar: starting and warming up
 
@@ -20,7 +21,7 @@ class Step:
     """One run of the open loop. `phases` are (seconds, load), a load of 1 being the capacity of the engine."""
 
     name: str
-    group: str  # sweep, bursts, spike, storm, embedded
+    group: str  # one of GROUPS
     arm: str
     phases: tuple[tuple[float, float], ...]
     grace_s: float
@@ -54,6 +55,7 @@ class Together:
     way: str
     tokens: int
     model: str = "embedded"
+    group: str = "together"
 
     @property
     def expected_s(self) -> float:
@@ -61,9 +63,9 @@ class Together:
         return 12 + self.tokens * (0.1 if self.way.endswith("together_s") else 1.0)
 
 
-def steps(*, quick: bool) -> list[Step | Together]:
-    """All runs, those with the same engine after each other."""
-    return [*(_quick() if quick else _full())]
+def steps(*, quick: bool, only: Sequence[str] = GROUPS) -> list[Step | Together]:
+    """All runs of these groups, those with the same engine after each other."""
+    return [step for step in (_quick() if quick else _full()) if step.group in only]
 
 
 def _full() -> Iterator[Step | Together]:
