@@ -86,7 +86,7 @@ class Campaign:
             if isinstance(step, Step):
                 content = await self._open_loop(stage, step, await self._capacity(stage, step.model))
             else:
-                content = {"seconds": await measure(stage, step.way, step.tokens)}
+                content = dict(await measure(stage, step.way, step.tokens))
             self.write(step.name, {"step": _plain(step), "took_s": time.monotonic() - began, **content})
 
     async def _capacity(self, stage: Stage, model: str) -> float:

@@ -54,12 +54,12 @@ async def run(
     await _warm_up(target, requests)
     salt = next(salts)
     shots = [load(request, target.model, salt) for request in requests]
-    before, spent, began = await _generated(target), _spent(target), time.monotonic()
+    before, spent, began = await _generated(target), spent_s(target), time.monotonic()
     records = await send(target.address, shots, seconds + grace_s, lambda text: progress(f"  {name}, {text}"))
-    spent = {party: seconds - spent[party] for party, seconds in _spent(target).items()}
+    spent = {party: seconds - spent[party] for party, seconds in spent_s(target).items()}
     took = time.monotonic() - began
     await target.until_idle()
-    metrics = summarise(records, seconds, await _generated(target) - before) | _shares(spent)
+    metrics = summarise(records, seconds, await _generated(target) - before) | shares(spent)
     progress(f"{name}: goodput {metrics['goodput']:.1f} req/s{_doubts(metrics, took)}")
     return metrics, records
 
@@ -69,9 +69,12 @@ def _doubts(metrics: Metrics, took: float) -> str:
     found = ""
     if (lag := metrics["lag_p99_ms"] or 0.0) > LATE_CLIENT_MS:
         found += f"; WARNING: the client was late by {lag:.0f} ms (p99)"
-    if (others := (metrics["others_cpu_s"] or 0.0) / took) > FOREIGN_CORES:
-        found += f"; WARNING: other processes took {others:.1f} cores meanwhile"
-    return found
+    return found + disturbed((metrics["others_cpu_s"] or 0.0) / took)
+
+
+def disturbed(cores: float) -> str:
+    """What to say when others used so much of the machine meanwhile."""
+    return f"; WARNING: other processes took {cores:.1f} cores meanwhile" if cores > FOREIGN_CORES else ""
 
 
 async def _warm_up(target: Target, requests: Sequence[Request]) -> None:
@@ -94,7 +97,7 @@ async def _generated(target: Target) -> float:
     return work.tokens if work else 0.0
 
 
-def _spent(target: Target) -> dict[str, float]:
+def spent_s(target: Target) -> dict[str, float]:
     """CPU seconds so far; a gateway or an engine that was not measured alone shows in `machine`."""
     return {
         "client": time.process_time(),
@@ -104,7 +107,8 @@ def _spent(target: Target) -> dict[str, float]:
     }
 
 
-def _shares(spent: dict[str, float]) -> Metrics:
+def shares(spent: dict[str, float]) -> dict[str, float]:
+    """CPU seconds of each party, and of others on the machine, from what was spent meanwhile."""
     others = spent["machine"] - spent["client"] - spent["gateway"] - spent["engine"]
     parties = {"client": spent["client"], "gateway": spent["gateway"], "engine": spent["engine"], "others": others}
     return {f"{party}_cpu_s": max(0.0, seconds) for party, seconds in parties.items()}

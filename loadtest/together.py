@@ -12,7 +12,8 @@ from typing import Final
 from loadtest.arms import Stage, Target
 from loadtest.client import Address, Exchange, NotServed, Shot, load
 from loadtest.naive_arms import ALL_ARMS
-from loadtest.runs import salts
+from loadtest.report import progress
+from loadtest.runs import disturbed, salts, shares, spent_s
 from loadtest.workload import Kind, Request
 
 REQUESTS: Final = 16
@@ -25,8 +26,8 @@ WAYS: Final = {  # name of the figure: arm, and how many at once
 }
 
 
-async def measure(stage: Stage, way: str, tokens: int) -> float:
-    """Seconds that the 16 requests of so many tokens take one of the ways.
+async def measure(stage: Stage, way: str, tokens: int) -> dict[str, float]:
+    """`seconds` that the 16 requests of so many tokens take one of the ways, and `others_cores` that others used.
 
     Raises:
         NotServed, ServerFailed: a request failed, or a server did not start.
@@ -34,7 +35,11 @@ async def measure(stage: Stage, way: str, tokens: int) -> float:
     arm, at_once = WAYS[way]
     async with ALL_ARMS[arm](stage) as target:
         await send(target.address, shots(target, 1, 2), 1)
-        return await send(target.address, shots(target, REQUESTS, tokens), at_once)
+        before = spent_s(target)
+        seconds = await send(target.address, shots(target, REQUESTS, tokens), at_once)
+        others = shares({party: total - before[party] for party, total in spent_s(target).items()})["others_cpu_s"]
+    progress(f"{way}: {seconds:.1f} s{disturbed(others / seconds)}")
+    return {"seconds": seconds, "others_cores": others / seconds}
 
 
 def shots(target: Target, count: int, tokens: int) -> list[Shot]:
