@@ -27,7 +27,6 @@ from loadtest.workload import WORDS
 
 CHAT: Final = "/v1/chat/completions"
 LIMIT_S: Final = 120.0  # for one attempt
-IMPATIENT: Final = 0.05  # share of calls whose user leaves after a moment
 IMPATIENT_S: Final = (0.2, 2.0)
 TURNS: Final = 4  # after so many answers a conversation starts anew
 LAG_EVERY_S: Final = 0.1
@@ -43,6 +42,7 @@ def options(parser: Any) -> None:
     add("--shape", choices=list(shapes.SHAPES), default="ramp", help="users over time (-u is the peak, -t the length)")
     add("--model", default="", help="the name to ask for (default: the first of /v1/models)")
     add("--api-key", default="", env_var="LOADTEST_API_KEY", is_secret=True, help="sent as a bearer token")
+    add("--impatient", type=float, default=0.05, help="share of calls whose user leaves after a moment")
     add("--seed", type=int, default=1, help="of what users do")
     add("--slo-first-ms", type=float, default=2000.0, help="p99 of the first token of short calls")
     add("--slo-failed", type=float, default=0.0, help="share of calls that may fail")
@@ -99,7 +99,7 @@ class Person(User):
         asked = {"model": self.given.model, "messages": messages, "max_tokens": tokens, "stream": True}
         body = json.dumps(asked).encode()
         headers = {"authorization": f"Bearer {self.given.api_key}"} if self.given.api_key else {}
-        leave_s = self.random.uniform(*IMPATIENT_S) if self.random.random() < IMPATIENT else LIMIT_S
+        leave_s = self.random.uniform(*IMPATIENT_S) if self.random.random() < self.given.impatient else LIMIT_S
         tally.started += 1
         attempt = 0
         while True:
