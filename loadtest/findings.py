@@ -9,7 +9,7 @@ Run = Mapping[str, Any]
 Runs = Mapping[str, Run]
 
 BIN_S: Final = 1.0
-RECOVERED: Final = 0.9  # share of a second's requests that end well once a server is itself again
+RECOVERED: Final = 0.75  # share of a second's requests that end well once a server is itself again
 SPOKEN: Final = {
     "one-at-a-time": "one at a time",
     "hand-batching": "batching by hand",

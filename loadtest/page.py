@@ -24,6 +24,7 @@ COLUMNS: Final = (
     ("long.first_p99_ms", "long, first token p99 ms", 1.0),
     ("short.refusal_p99_ms", "refusal p99 ms", 1.0),
     ("tokens_late_share", "tokens too late, %", 100.0),
+    ("others_cpu_s", "CPU of others, s", 1.0),  # much of it: others used the machine, and the figures are theirs too
 )
 COUNTS: Final = ("offered", "started", "finished")
 READING: Final = " ".join(
@@ -72,7 +73,8 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
         line = [SPOKEN[run["step"]["arm"]], f"{load_of(run):g}", str(run["step"]["seed"])]
         line += [f"{metrics[f'short.{name}'] + metrics[f'long.{name}']:.0f}" for name in COUNTS]
         line += [str(ended[name]) for name in ways]
-        line += ["-" if metrics[name] is None else f"{metrics[name] * factor:,.1f}" for name, _, factor in COLUMNS]
+        found = [(metrics.get(name), factor) for name, _, factor in COLUMNS]
+        line += ["-" if value is None else f"{value * factor:,.1f}" for value, factor in found]
         lines.append([*line, *([f"{100 * served(run):.0f}", f"{attempts(run):.2f}"] if retries else [])])
     return lines
 

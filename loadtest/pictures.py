@@ -1,5 +1,6 @@
 """The pictures of the report, each a PNG. What is drawn comes from `findings`."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -7,6 +8,7 @@ from typing import Any, Final
 from loadtest.findings import SPOKEN, Run, Runs, arms_of, good_over_time, load_of, of_group, outcomes, series, sources
 from loadtest.outcomes import Outcome
 
+NOTE_WIDTH: Final = 150  # characters that fit under the narrowest picture
 COLOURS: Final = {
     "one-at-a-time": "#9e9e9e",
     "hand-batching": "#8d6e63",
@@ -56,7 +58,8 @@ def draw(folder: Path, runs: Runs) -> dict[str, str]:
         figure = make()
         if figure is not None:
             figure.suptitle(title)
-            figure.supxlabel("\n".join(sources(runs)), fontsize=5, color="#616161")
+            said = "\n".join(textwrap.fill(line, NOTE_WIDTH) for line in sources(runs))
+            figure.supxlabel(said, fontsize=5, color="#616161")
             figure.savefig(folder / name, dpi=110)
             pyplot.close(figure)
             drawn[name] = title
