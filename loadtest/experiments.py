@@ -89,9 +89,9 @@ def _full() -> Iterator[Step | Together]:
 
 def _quick() -> Iterator[Step | Together]:
     for arm in ("bare", "tidegate"):
-        yield _steady(arm, 0.5, 4, 4)
+        yield _steady(arm, 0.5, 3, 3)
     for arm in (*NAIVE, "bare", "tidegate"):
-        yield _steady(arm, OVERLOAD, 5, 5)
+        yield _steady(arm, OVERLOAD, 5, 3)
     shape = ((2.0, 0.5), (3.0, 3.0), (5.0, 0.5))
     for arm in ("bare", "tidegate"):
         yield Step(f"spike-{arm}", "spike", arm, shape, 3)
