@@ -35,9 +35,9 @@ async def test_a_server_without_metrics_can_be_one_too(fake: FakeEngine, tmp_pat
     assert {record.outcome for record in records} == {Outcome.GOOD}
 
 
-@pytest.mark.parametrize("url", ["", "ftp://127.0.0.1", f"http://127.0.0.1:{free_port()}"])
+@pytest.mark.parametrize("url", ["", "ftp://127.0.0.1", "http://127.0.0.1:{port}"])
 async def test_a_url_that_leads_nowhere_is_told(url: str, tmp_path: Path) -> None:
-    async with stage(tmp_path, url) as here:
+    async with stage(tmp_path, url.format(port=free_port())) as here:
         with pytest.raises(ServerFailed):
             async with ALL_ARMS["url"](here):
                 raise AssertionError("there is nothing")
