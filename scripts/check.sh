@@ -21,7 +21,7 @@ check() { # check NAME COMMAND...
   fi
 }
 
-parallel=(tests/unit tests/gateway tests/kubernetes -n 4 --dist worksteal) # most of them wait a lot
+parallel=(tests/unit tests/gateway tests/kubernetes -n 3 --dist worksteal) # most of them wait a lot, some run a browser
 case ${1:-} in
   lint | all) ;;
   fast) parallel+=(-m "not slow") ;;

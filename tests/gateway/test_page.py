@@ -130,6 +130,7 @@ async def test_it_says_that_the_engine_is_away_and_recovers(gateway: Start, brow
     gate = gateway(fresh=True)
     async with tab(browser, gate.base_url) as one:
         await one.shows("#state", "Engine ready")
+        await one.ready()
         gate.engine.kill()
         await one.shows("#state", "Engine restarting")
         await one.shows("#notice", "The engine is away")
