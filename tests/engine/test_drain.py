@@ -38,8 +38,8 @@ def told(answer: httpx.Response) -> bool:
 
 async def test_a_drain_that_is_too_short_completes_what_it_can_and_tells_the_rest(vllm: Vllm) -> None:
     short = SLOTS // 2  # these run and end in time; the others would take minutes
-    with Gateway(None, engine_url=vllm.url, drain_s=5, **SETTINGS) as gate:
-        answers = await end_with(gate, [200] * short + [ENDLESS] * (STREAMS - short), signal.SIGTERM)
+    with Gateway(None, engine_url=vllm.url, drain_s=15, **SETTINGS) as gate:
+        answers = await end_with(gate, [60] * short + [ENDLESS] * (STREAMS - short), signal.SIGTERM)
         assert gate.exit_code() == 3
     whole = [answer for answer in answers if answer.status_code == 200 and '"error"' not in answer.text]
     assert len(whole) == short
