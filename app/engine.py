@@ -253,14 +253,9 @@ class EngineConnection(asyncio.Protocol):
         self.wake()
 
     def _push(self, sink: Callable[[bytes], bool]) -> None:
-        parts = self._parts
-        if parts:
-            self._unread = 0
-            data = parts[0] if len(parts) == 1 else b"".join(parts)
-            parts.clear()
-            if not sink(data):
-                self._sink = None  # what else comes in this turn of the loop waits to be asked for
-                return self.wake(poked=True)
+        if self._parts and not sink(self._take_parts()):
+            self._sink = None  # what else comes in this turn of the loop waits to be asked for
+            return self.wake(poked=True)
         if self._complete:
             self.wake()
 

@@ -56,9 +56,9 @@ class Relay:
         """
         if self.is_stream:
             self._headers.append((b"x-accel-buffering", b"no"))
-        if self._status >= 600:
-            raise httpx.RemoteProtocolError(f"the engine answered with status {self._status}")
         try:
+            if self._status >= 600:
+                raise httpx.RemoteProtocolError(f"the engine answered with status {self._status}")
             if self.has_events and self._status < 300:
                 await self._hold_head()
                 await self._pass_events()
