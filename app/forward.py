@@ -66,6 +66,8 @@ class Forwarder:
         Raises:
             Refused: `engine_unavailable` when nothing could be sent, `engine_error` when the engine broke off.
         """
+        await self._monitor.settle()
+        self._status.check_ready()
         request = self._request(call, body.pop(), priority)
         request.extensions["on_sent"] = guest.let_go
         call.sent_at = self._loop.time()
@@ -82,9 +84,13 @@ class Forwarder:
             self._monitor.refused_connection()
             raise self._status.unavailable() from None
         except httpx.RemoteProtocolError as error:
+            self._monitor.request_failed()
             raise Refused(ENGINE_ERROR, f"The engine did not complete its answer: {error}.") from None
         except EngineErrorEvent as event:
-            call.outcome = "invalid" if event.status < 500 else "engine_error"
+            if event.status < 500:
+                call.outcome = "invalid"
+            else:
+                self._failed(call)
             no_retry = [(b"x-should-retry", b"false")] if event.status in (500, 502) else []
             await call.answer(event.status, no_retry, event.body)
         finally:
@@ -92,13 +98,17 @@ class Forwarder:
 
     def _note_outcome(self, call: Call, relay: Relay) -> None:
         if call.status >= 500 or (relay.has_events and relay.tail.failed):
-            call.outcome = "engine_error"
+            self._failed(call)
         elif call.status >= 400:
             call.outcome = "invalid"
         else:
             call.outcome = "completed"
             if (tokens := relay.output_tokens()) is not None:
                 self._lanes.learn_output(relay.family, tokens // call.demand.weight)
+
+    def _failed(self, call: Call) -> None:
+        call.outcome = "engine_error"
+        self._monitor.request_failed()
 
     def _request(self, call: Call, body: bytes, priority: int | None) -> httpx.Request:
         assert call.route is not None

@@ -17,6 +17,7 @@ from app.status import EngineState, EngineStatus
 PERIOD_S: Final = 1.0
 SCRAPE_S: Final = 2.0  # time limit of one scrape
 PROBE_S: Final = 5.0  # time limit of one probe of /health
+DOUBT_S: Final = 1.0  # and of one for which requests wait
 WINDOW_S: Final = 60.0
 LEARN_TOKENS: Final = 1000  # estimated prompt tokens that make one reading of the scale
 
@@ -74,6 +75,7 @@ class Monitor:
         self._exact_tokens = 0
         self._learned_at = 0.0  # the engine's prompt tokens at the last reading of the scale
         self._seen_down = False
+        self._doubt: asyncio.Task[None] | None = None
 
     # told by the requests
 
@@ -96,6 +98,16 @@ class Monitor:
         """A request could not connect."""
         if self._alone and self._status.ready:
             self._went_away("does not take connections")
+
+    def request_failed(self) -> None:
+        """The engine failed a request: it may be dead behind a server that takes more of them for a while."""
+        if self._status.ready and (self._doubt is None or self._doubt.done()):
+            self._doubt = asyncio.create_task(self._ask_whether_dead())
+
+    async def settle(self) -> None:
+        """Wait while it is asked whether the engine is dead, so that no request is handed to a dead one meanwhile."""
+        if self._doubt is not None and not self._doubt.done():
+            await asyncio.wait([self._doubt])
 
     # asked by the routes
 
@@ -133,9 +145,10 @@ class Monitor:
             self._judge()
 
     async def aclose(self) -> None:
-        """Let go of the scrape under way."""
-        if self._scraping is not None:
-            self._scraping.cancel()
+        """Let go of what is under way."""
+        for task in (self._scraping, self._doubt):
+            if task is not None:
+                task.cancel()
 
     async def _scrape(self) -> bytes | None:
         try:
@@ -236,7 +249,16 @@ class Monitor:
             log.info("engine ready")
             self._status.start_succeeded(seen_whole=self._seen_down)
 
+    async def _ask_whether_dead(self) -> None:
+        try:
+            async with asyncio.timeout(DOUBT_S):
+                response = await self._client.get("/health")
+        except (httpx.HTTPError, TimeoutError):  # no proof; whoever watches the process, or the next probe, will see
+            return
+        if response.status_code >= 500 and self._status.ready:
+            self._went_away(f"says it is not healthy ({response.status_code})")
+
     def _went_away(self, why: str) -> None:
         log.warning("engine %s", why)
         self._seen_down = True
-        self._status.start_begins()
+        self._status.lost()

@@ -35,6 +35,7 @@ class EngineStatus:
         self.stalls = 0
         self.last_start_s: float | None = None
         self.on_stall: Callable[[], None] | None = None  # the launcher restarts the engine
+        self.on_loss: Callable[[], None] | None = None  # the launcher sees to its end, and restarts it
         self._began = time.monotonic()
         self._was_ready = False
 
@@ -54,6 +55,12 @@ class EngineStatus:
             self.last_start_s = time.monotonic() - self._began
         self._was_ready = True
         self.state = EngineState.READY
+
+    def lost(self) -> None:
+        """Its server says that there is no engine behind it any more, or takes no connections."""
+        self.start_begins()
+        if self.on_loss is not None:
+            self.on_loss()
 
     def engine_died(self, cause: str, pause_s: float = 0.0) -> None:
         """It is gone and will be started again in `pause_s`; `cause` is one of `RESTART_CAUSES`."""

@@ -150,10 +150,10 @@ class Supervisor:
 
     async def _watch(self, process: Process) -> tuple[str, str]:
         """Wait until this engine has to be given up; a word for the metrics, and how it came about."""
-        stall = asyncio.Event()
-        self.status.on_stall = stall.set
+        stall, loss = asyncio.Event(), asyncio.Event()
+        self.status.on_stall, self.status.on_loss = stall.set, loss.set
         exited = asyncio.create_task(process.wait())
-        stalled = asyncio.create_task(stall.wait())
+        stalled, lost = asyncio.create_task(stall.wait()), asyncio.create_task(loss.wait())
         ready = asyncio.create_task(self._until_ready())
         try:
             await asyncio.wait([exited, ready], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
@@ -167,13 +167,17 @@ class Supervisor:
             self._was_ready = True
             self.status.start_succeeded()
             self.greet(ready.result())
-            await asyncio.wait([exited, stalled], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([exited, stalled, lost], return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():  # its server tells the open requests, then ends by itself
+                await asyncio.wait([exited], timeout=GRACE_S)
+                if not exited.done():
+                    return "exit", "the engine is dead, its server is not"
             if stalled.done():
                 return "stalled", "the engine has stalled: it holds requests and does nothing for them"
             cause, ending = self._ending(exited.result())
             return cause, f"the engine has ended ({ending})"
         finally:
-            for task in (exited, stalled, ready):
+            for task in (exited, stalled, lost, ready):
                 task.cancel()
 
     def _ending(self, code: int) -> tuple[str, str]:

@@ -149,8 +149,8 @@ async def test_a_dead_engine_behind_the_router_costs_only_what_it_was_running(pa
         killed.set()
         await asyncio.gather(*asking)
     lost = sum(done.values()) - done["whole"]
-    # Its API server outlives it by two seconds and fails whatever comes then; the router asks the other again.
-    assert lost <= min(SLOTS, errors(dead)), done
+    # Its API server outlives it by two seconds, but is given no more; the router asks the other again.
+    assert lost <= errors(dead) <= SLOTS, done
     assert set(done) <= {"whole", "error in the stream", "502 engine_error"}, done
     assert errors(other) == 0
     dead.next_engine(ups + 1)

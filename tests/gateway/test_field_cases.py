@@ -415,6 +415,26 @@ async def test_engine_that_only_answers_health_is_found(gateway: Start) -> None:
         await until(lambda: gate.get("/readyz").status_code == 200, "recovery")
 
 
+async def test_what_waits_is_not_handed_to_a_server_that_has_lost_its_engine(gateway: Start) -> None:
+    """vLLM's server lives some seconds longer than its engine, and fails what it is given."""
+    gate = gateway(fresh=True, max_in_flight=2, max_queue=20)
+    async with gate.client() as client:
+        lost = {"tag": "lost", "head_ms": 60_000}
+        running = [asyncio.create_task(client.post(CHAT, json=chat(fake=lost))) for _ in range(2)]
+        await until(lambda: len(gate.engine.entries("lost")) == 2)
+        waiting = [asyncio.create_task(client.post(CHAT, json=chat(fake=lost))) for _ in range(10)]
+        await queued(gate, 10)
+        gate.engine.set(health_status=503)
+        gate.engine.cut()
+        for answer in await asyncio.gather(*running):
+            refused(answer, "engine_error")
+        for answer in await asyncio.gather(*waiting):
+            refused(answer, "engine_unavailable")
+        assert len(gate.engine.entries("lost")) == 2
+        gate.engine.set(health_status=200)
+        await until(lambda: gate.get("/readyz").status_code == 200, "recovery")
+
+
 ALIVE = [
     pytest.param({"prefill_ms": 4000}, {}, id="long prefill: only KV use moves"),
     pytest.param({"events": 40, "gap_ms": 100}, {"metrics_frozen": True}, id="only bytes move"),

@@ -188,6 +188,28 @@ async def test_a_stalled_engine_is_killed_and_started_again(house: MakeHouse) ->
         assert one.notes[1]["leftovers"] == []
 
 
+async def test_a_server_that_outlives_its_engine_may_end_by_itself(house: MakeHouse) -> None:
+    one = house({"after": 0.5, "exit": 3}, FOREVER)
+    async with one.running():
+        await until(lambda: one.ready)
+        one.status.lost()
+        assert not one.ready
+        await until(lambda: one.ready and len(one.notes) == 2)
+        assert one.status.restarts == {"exit": 1}
+        assert "exit code 3" in one.said[-1]
+
+
+async def test_a_server_that_outlives_its_engine_for_long_is_killed(house: MakeHouse) -> None:
+    one = house({"deaf": True, "child": True}, FOREVER)
+    async with one.running():
+        await until(lambda: one.ready)
+        one.status.lost()
+        await until(lambda: one.ready and len(one.notes) == 2)
+        assert one.status.restarts == {"exit": 1}
+        assert one.notes[1]["leftovers"] == []
+        assert "the engine is dead, its server is not" in one.said[-1]
+
+
 async def test_an_engine_that_hangs_at_its_start_can_be_ended(house: MakeHouse) -> None:
     one = house({"hang": True, "deaf": True, "child": True})
     async with one.running():

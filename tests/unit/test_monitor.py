@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.lanes import Demand, Lanes
-from app.monitor import SCRAPE_S, Monitor
+from app.monitor import DOUBT_S, SCRAPE_S, Monitor
 from app.settings import DEFAULT_LANES
 from app.status import EngineStatus
 from tests.unit.virtual_time import loops
@@ -117,6 +117,40 @@ class TestState:
             one.engine.health, one.engine.metrics = 200, page()
             await pass_s(2)
             assert one.state == "ready"
+
+    @pytest.mark.parametrize("alone", [True, False])
+    async def test_a_failed_request_makes_it_look_at_once_and_requests_wait_for_that(self, alone: bool) -> None:
+        """vLLM's server outlives its dead engine for seconds and fails whatever it is given."""
+        told: list[bool] = []
+        one = Watched(alone=alone)
+        one.status.start_succeeded()
+        one.status.on_loss = lambda: told.append(one.status.ready)
+        one.engine.health, one.engine.slow_s = 503, 0.5
+        await one.monitor.settle()
+        for _ in range(9):
+            one.monitor.request_failed()
+        assert one.state == "ready"
+        await one.monitor.settle()
+        assert (one.state, one.engine.probes, told) == ("restarting", 1, [False])
+
+    @pytest.mark.parametrize("health", [200, 404, GONE, BROKE_OFF])
+    async def test_a_failed_request_proves_nothing_by_itself(self, health: int | Exception) -> None:
+        one = Watched(alone=False)
+        one.status.start_succeeded()
+        one.engine.health = health
+        one.monitor.request_failed()
+        await one.monitor.settle()
+        assert (one.state, one.engine.probes) == ("ready", 1)
+
+    async def test_requests_wait_only_briefly_for_an_engine_that_does_not_say_whether_it_lives(self) -> None:
+        one = Watched(alone=False)
+        one.status.start_succeeded()
+        one.engine.slow_s = 600
+        began = asyncio.get_running_loop().time()
+        one.monitor.request_failed()
+        await one.monitor.settle()
+        assert one.state == "ready"
+        assert asyncio.get_running_loop().time() - began <= DOUBT_S + 0.01
 
     @pytest.mark.parametrize("trouble", ["slow", BROKE_OFF])
     async def test_a_busy_engine_that_misses_a_probe_is_not_punished(self, trouble: str | Exception) -> None:
