@@ -5,6 +5,7 @@ answer, and none for a head alone.
 """
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -48,7 +49,10 @@ class ClientConnection(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _write(self, data: bytes) -> bool:
-        self._writes.write_now(b"%x\r\n%b\r\n" % (len(data), data))
+        if len(data) > JOINED_BYTES:
+            self._writes.write_parts((b"%x\r\n" % len(data), data, b"\r\n"))
+        else:
+            self._writes.write_now(b"%x\r\n%b\r\n" % (len(data), data))
         return not self.flow.write_paused
 
 
@@ -80,6 +84,12 @@ class JoinedWrites:
             self._flush()
         if not self._is_closing():
             self._write(data)
+
+    def write_parts(self, parts: Iterable[bytes]) -> None:
+        """The same for pieces that are too large to be put together."""
+        self._flush()
+        if not self._is_closing():
+            self._transport.writelines(parts)
 
     def close(self) -> None:
         """Close once all that was written is sent."""

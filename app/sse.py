@@ -88,15 +88,13 @@ class Tail:
     def _look(self) -> None:
         if not self._new:
             return
-        joined = b"".join([self._kept, *self._new])
+        new = b"".join(self._new)  # no copy where it is one read: copies are most of what a large one costs
         self._new.clear()
-        before = max(0, len(self._kept) - 5)  # what a mark may have begun in
-        self._events += joined.count(b"\ndata:", before)
-        if b"\r" in joined:
-            self._events += joined.count(b"\rdata:", before)
-        if self._family is Family.RESPONSES:
-            self._ended = self._ended or _RESPONSES_END.search(joined) is not None
-        self._kept = joined[-KEPT_BYTES:]
+        self._events += _count(new) + _count(self._kept[-5:] + new[:5])  # none is whole in either half of the seam
+        if self._family is Family.RESPONSES and not self._ended:
+            seam = self._kept[-END_BYTES:] + new[:END_BYTES]
+            self._ended = any(_RESPONSES_END.search(text) for text in (seam, new))
+        self._kept = new[-KEPT_BYTES:] if len(new) >= KEPT_BYTES else (self._kept + new)[-KEPT_BYTES:]
 
     @property
     def events(self) -> int:
@@ -131,6 +129,10 @@ class Tail:
         self._look()
         found = _OUTPUT_TOKENS.findall(self._kept)
         return int(found[-1]) if found else None
+
+
+def _count(text: bytes) -> int:
+    return text.count(b"\ndata:") + (text.count(b"\rdata:") if b"\r" in text else 0)
 
 
 def _raise_error_event(data: bytes) -> None:
