@@ -1,35 +1,28 @@
-"""The client of the engine: an httpx transport that relays raw bytes, tells sent from unsent, and aborts at once.
+"""The client of the engine: it relays raw bytes, tells sent from unsent, aborts at once, and is a transport for httpx.
 
-It is a transport of its own because the data path pays for it with every token: each read of the socket reaches the
-relay as one piece, without buffering layers, and reading stops while the relay is not ready for more.
+It is one of its own because the data path pays for it with every token: each read of the socket reaches the relay as
+one piece, without buffering layers, and reading stops while the relay is not ready for more. Calls that are relayed
+use `ask`, which spares them httpx's models of a request and of an answer.
 """
 
 import asyncio
 import contextlib
 import select
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Final, cast
 from urllib.parse import unquote, urlsplit
 
 import httptools
 import httpx
 
+from app.headers import Headers
+
 CONNECT_S: Final = 5.0
 IDLE_S: Final = 4.0  # below the 5 s after which vLLM closes an idle connection unless told otherwise
 JOINED_BYTES: Final = 64 * 1024  # a head and a body up to this go out in one write
 MAX_HEAD_BYTES: Final = 256 * 1024
 HIGH_WATER_BYTES: Final = 256 * 1024  # unread bytes of one answer at which reading from the engine stops
-
-
-class Body(httpx.AsyncByteStream):
-    """A request body that is forgotten once it is handed over, so that a long answer does not hold it."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        data, self._data = self._data, b""
-        yield data
 
 
 class EngineStream(httpx.AsyncByteStream):
@@ -76,6 +69,19 @@ class EngineStream(httpx.AsyncByteStream):
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The head of an answer, with names in lower case, and the body that is to come."""
+
+    status: int
+    headers: Headers
+    stream: EngineStream
+
+    def header(self, name: bytes, default: bytes = b"") -> bytes:
+        """All values of a header in one."""
+        return b", ".join([value for other, value in self.headers if other == name]) or default
+
+
 class EngineConnection(asyncio.Protocol):
     """One HTTP/1.1 connection with one exchange at a time."""
 
@@ -95,7 +101,7 @@ class EngineConnection(asyncio.Protocol):
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: Headers = []
         self.status: int | None = None
         self._parts: list[bytes] = []
         self._unread = 0
@@ -112,8 +118,10 @@ class EngineConnection(asyncio.Protocol):
         """Whether another exchange may start on it: while it is idle, anything to read is the engine's end of it."""
         return not self._lost and self._wire is not None and not self._wire.is_closing() and not self._readable.poll(0)
 
-    async def exchange(self, head: bytes, body: AsyncIterable[bytes], on_sent: Callable[[], None]) -> None:
+    async def exchange(self, head: bytes, body: list[bytes], on_sent: Callable[[], None]) -> None:
         """Write a request and wait for the head of its answer; `on_sent` is called when the engine has the body.
+
+        The body is taken out of the list, so that a long answer does not hold it.
 
         Raises:
             httpx.RemoteProtocolError: the engine closed or sent something else before a complete head.
@@ -122,16 +130,11 @@ class EngineConnection(asyncio.Protocol):
         self._begin()
         if self._lost:
             raise httpx.RemoteProtocolError("the engine closed the connection")
-        unwritten = head
-        async for part in body:
-            if len(unwritten) + len(part) <= JOINED_BYTES:
-                unwritten += part
-            else:
-                self._wire.write(unwritten)
-                unwritten = part
-            del part
-        self._wire.write(unwritten)
-        del unwritten  # large, maybe; the wire holds it until it is written
+        if len(body[0]) <= JOINED_BYTES:
+            self._wire.write(head + body.pop())
+        else:
+            self._wire.write(head)
+            self._wire.write(body.pop())
         self._on_sent = on_sent
         if self._writable:
             self._sent()
@@ -327,7 +330,22 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._open: set[EngineConnection] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request whose body is at hand, and return its answer as soon as the head is in.
+        """The same for httpx's clients."""
+        headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"host"]
+        answer = await self.ask(request.method, request.url.raw_path, headers, [await request.aread()])
+        return httpx.Response(answer.status, headers=answer.headers, stream=answer.stream)
+
+    async def ask(
+        self,
+        method: str,
+        target: bytes,
+        headers: Headers,
+        body: list[bytes],
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Send a request and return its answer as soon as the head is in.
+
+        `body` is a list of one, from which it is taken; `on_sent` is called when the engine has all of it.
 
         Raises:
             httpx.ConnectError: nothing was sent, the engine does not take connections.
@@ -335,23 +353,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
         """
         connection = self._take() or await self._connect()
         try:
-            stream = cast(httpx.AsyncByteStream, request.stream)
-            on_sent = request.extensions.get("on_sent", lambda: None)
-            await connection.exchange(self._head(request), stream, on_sent)
+            await connection.exchange(self._head(method, target, headers), body, on_sent)
         except BaseException:
             connection.abort()
             raise
         assert connection.status is not None
-        return httpx.Response(connection.status, headers=connection.headers, stream=EngineStream(connection))
+        return Answer(connection.status, connection.headers, EngineStream(connection))
 
-    def _head(self, request: httpx.Request) -> bytes:
-        lines = [request.method.encode(), b" ", self._prefix, request.url.raw_path, b" HTTP/1.1\r\nhost: "]
-        lines.append(self._host_header)
-        for name, value in request.headers.raw:
-            if name.lower() != b"host":
-                lines += [b"\r\n", name, b": ", value]
-        lines.append(b"\r\n\r\n")
-        return b"".join(lines)
+    def _head(self, method: str, target: bytes, headers: Headers) -> bytes:
+        first = b"%b %b%b HTTP/1.1\r\nhost: %b" % (method.encode(), self._prefix, target, self._host_header)
+        return b"\r\n".join([first, *(b"%b: %b" % header for header in headers), b"", b""])
 
     def _take(self) -> EngineConnection | None:
         oldest = asyncio.get_running_loop().time() - IDLE_S

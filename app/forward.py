@@ -5,7 +5,7 @@ import asyncio
 import httpx
 
 from app.call import Call, ClientLeft
-from app.engine import Body, EngineTransport
+from app.engine import EngineTransport
 from app.errors import ENGINE_ERROR, INVALID, Refused
 from app.headers import Headers, to_engine
 from app.house import Guest
@@ -30,7 +30,6 @@ class Forwarder:
         self._monitor = monitor
         self._lanes = lanes
         self._loop = asyncio.get_running_loop()
-        self._urls: dict[str, httpx.URL] = {}
         self._own_headers: Headers = [(b"accept-encoding", b"identity")]
         if settings.engine_api_key is not None:
             token = settings.engine_api_key.get_secret_value()
@@ -68,15 +67,15 @@ class Forwarder:
         """
         await self._monitor.settle()
         self._status.check_ready()
-        request = self._request(call, body.pop(), priority)
-        request.extensions["on_sent"] = guest.let_go
+        assert call.route is not None
+        target, headers = self._target(call, call.route), self._headers(call, call.route, len(body[0]), priority)
         call.sent_at = self._loop.time()
         self._monitor.request_sent()
         try:
-            response = await self._engine.handle_async_request(request)
-            if response.status_code < 300:
+            answer = await self._engine.ask(call.route.method, target, headers, body, guest.let_go)
+            if answer.status < 300:
                 self._monitor.prompt_counted(call.demand)
-            call.relay = Relay(call, response, self._keepalive_s, self._monitor.activity)
+            call.relay = Relay(call, answer, self._keepalive_s, self._monitor.activity)
             await call.relay.run()
             self._note_outcome(call, call.relay)
         except httpx.ConnectError:
@@ -110,23 +109,20 @@ class Forwarder:
         call.outcome = "engine_error"
         self._monitor.request_failed()
 
-    def _request(self, call: Call, body: bytes, priority: int | None) -> httpx.Request:
-        assert call.route is not None
+    @staticmethod
+    def _target(call: Call, route: Route) -> bytes:
+        query: bytes = call.scope["query_string"]
+        return route.name.encode() + b"?" + query if query else route.name.encode()
+
+    def _headers(self, call: Call, route: Route, length: int, priority: int | None) -> Headers:
         headers = to_engine(call.scope["headers"], call.headers.get(b"connection", b""))
         headers += self._own_headers
         headers.append((b"x-request-id", call.id))
-        if body or call.route.method == "POST":
-            headers.append((b"content-length", b"%d" % len(body)))
-        if priority is not None and call.route.family in GENERATION:
+        if length or route.method == "POST":
+            headers.append((b"content-length", b"%d" % length))
+        if priority is not None and route.family in GENERATION:
             headers.append((b"x-vllm-priority", b"%d" % priority))
-        url = self._url(call.route, call.scope["query_string"])
-        return httpx.Request(call.route.method, url, headers=headers, stream=Body(body))
-
-    def _url(self, route: Route, query: bytes) -> httpx.URL:
-        url = self._urls.get(route.name)
-        if url is None:
-            url = self._urls[route.name] = httpx.URL(f"http://engine{route.name}")
-        return url.copy_with(raw_path=route.name.encode() + b"?" + query) if query else url
+        return headers
 
 
 def content_length(call: Call) -> int:

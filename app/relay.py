@@ -6,7 +6,7 @@ from typing import Final
 import httpx
 
 from app.call import Call
-from app.engine import EngineStream
+from app.engine import Answer
 from app.errors import Refused
 from app.headers import to_client
 from app.sse import KEEP_ALIVE, EngineErrorEvent, FirstEvent, Tail
@@ -26,13 +26,12 @@ class Activity:
 class Relay:
     """Relays one answer."""
 
-    def __init__(self, call: Call, response: httpx.Response, keepalive_s: float, activity: Activity) -> None:
-        assert isinstance(response.stream, EngineStream)
+    def __init__(self, call: Call, answer: Answer, keepalive_s: float, activity: Activity) -> None:
         assert call.route is not None
         self._call = call
-        self._status = response.status_code
-        self._stream = response.stream
-        self._headers = to_client(response.headers.raw, response.headers.get("connection", "").encode())
+        self._status = answer.status
+        self._stream = answer.stream
+        self._headers = to_client(answer.headers, answer.header(b"connection"))
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = keepalive_s
         self._activity = activity
@@ -41,9 +40,9 @@ class Relay:
         self._pulse: asyncio.TimerHandle | None = None
         self.family = call.route.family
         self.tail = Tail(self.family)
-        self.is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        self.is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
         # Compressed events cannot be told apart: such a stream passes as plain bytes.
-        self.has_events = self.is_stream and response.headers.get("content-encoding", "identity") == "identity"
+        self.has_events = self.is_stream and answer.header(b"content-encoding", b"identity") == b"identity"
         if self.has_events:  # comments and an error may come to its length
             self._headers = [header for header in self._headers if header[0] != b"content-length"]
 

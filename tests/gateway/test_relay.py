@@ -167,6 +167,15 @@ async def test_engine_that_closes_every_new_connection_at_once(gateway: Start) -
     assert gate.engine.counts()["received"] == 0
 
 
+@pytest.mark.parametrize("query", ["a=1&a=2", "", "a=%2F..%0d%0a", "?//@:[]|^`{}"])
+async def test_query_reaches_the_engine_as_it_is(gateway: Start, query: str) -> None:
+    gate = gateway()
+    async with await gate.wire() as wire:
+        await wire.request(f"{CHAT}?{query}", chat(fake={"tag": "q"}))
+        assert (await wire.answer()).status_code == 200
+    assert gate.engine.entry("q")["target"] == (f"{CHAT}?{query}" if query else CHAT)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("leave", ["reset", "close"])
 async def test_client_that_leaves_stops_the_engine(gateway: Start, leave: str, stream: bool) -> None:
@@ -292,7 +301,7 @@ async def test_hundred_streams_at_once(gateway: Start) -> None:
     async with gate.client() as client:
 
         async def call() -> httpx.Response:
-            return await client.post(CHAT, json=chat(stream=True, fake={"events": 20, "gap_ms": 10}))
+            return await client.post(CHAT, json=chat(stream=True, fake={"events": 20, "gap_ms": 100}))
 
         answers = await asyncio.gather(*(call() for _ in range(100)))
     assert {answer.content for answer in answers} == {answers[0].content}

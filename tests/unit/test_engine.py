@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvloop
 
-from app.engine import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Body, EngineConnection, EngineStream, EngineTransport
+from app.engine import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Answer, EngineConnection, EngineStream, EngineTransport
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 PATIENCE_S = 5.0
@@ -138,19 +138,13 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def ask(
-    transport: EngineTransport, body: bytes = b"{}", path: str = "/v1/completions", **extensions: Any
-) -> asyncio.Task[httpx.Response]:
+    transport: EngineTransport, body: bytes = b"{}", path: str = "/v1/completions", **more: Any
+) -> asyncio.Task[Answer]:
     headers = [(b"Content-Length", b"%d" % len(body)), (b"X-Odd", b"a, b")]
-    request = httpx.Request("POST", f"http://engine{path}", headers=headers, stream=Body(body), extensions=extensions)
+    asking = asyncio.create_task(transport.ask("POST", path.encode(), headers, [body], **more))
     del body
-    asking = asyncio.create_task(transport.handle_async_request(request))
     asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody asks when a test has failed
     return asking
-
-
-def stream_of(response: httpx.Response) -> EngineStream:
-    assert isinstance(response.stream, EngineStream)
-    return response.stream
 
 
 def held_by_nobody_else(body: bytes) -> bool:
@@ -159,12 +153,12 @@ def held_by_nobody_else(body: bytes) -> bool:
     return sys.getrefcount(body) - 1 == sys.getrefcount(other)
 
 
-async def read(response: httpx.Response) -> bytes:
+async def read(answer: Answer) -> bytes:
     """The whole body; then the exchange is over."""
     try:
-        return b"".join([part async for part in stream_of(response)])
+        return b"".join([part async for part in answer.stream])
     finally:
-        stream_of(response).close()
+        answer.stream.close()
 
 
 async def exchange(transport: EngineTransport, engine: Engine, answer: bytes = OK) -> Peer:
@@ -180,6 +174,17 @@ async def exchange(transport: EngineTransport, engine: Engine, answer: bytes = O
 async def next_one_is_good(transport: EngineTransport, engine: Engine) -> None:
     """Whatever has happened, another request gets its answer on a connection of its own."""
     await exchange(transport, engine)
+
+
+async def test_is_a_transport_for_httpx(transport: EngineTransport, engine: Engine) -> None:
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        asking = asyncio.create_task(client.get("/metrics", params={"a": "b"}))
+        peer = await engine.peer()
+        head, _ = await peer.request()
+        assert head.startswith(b"GET /metrics?a=b HTTP/1.1\r\nhost: ")
+        assert head.lower().count(b"\r\nhost: ") == 1
+        await peer.send(OK)
+        assert (await asking).text == "ok"
 
 
 class TestRequest:
@@ -220,22 +225,22 @@ class TestAnswer:
     async def test_is_relayed_whole_however_it_is_framed_and_cut(
         self, name: str, piece: int, transport: EngineTransport, engine: Engine
     ) -> None:
-        answer, body = ANSWERS[name]
+        raw, body = ANSWERS[name]
         asking = ask(transport)
         peer = await engine.peer()
         await peer.request()
-        sending = asyncio.create_task(peer.send(answer, piece))
-        response = await asking
-        assert response.status_code == (204 if name == "no content" else 200)
-        assert await read(response) == body
+        sending = asyncio.create_task(peer.send(raw, piece))
+        answer = await asking
+        assert answer.status == (204 if name == "no content" else 200)
+        assert await read(answer) == body
         await sending
 
     async def test_has_no_trailers_among_its_headers(self, transport: EngineTransport, engine: Engine) -> None:
         asking = ask(transport)
         await (await engine.peer()).send(ANSWERS["chunked with trailers"][0])
-        response = await asking
-        assert await read(response) == b"hello"
-        assert response.headers.raw == [(b"transfer-encoding", b"chunked")]
+        answer = await asking
+        assert await read(answer) == b"hello"
+        assert answer.headers == [(b"transfer-encoding", b"chunked")]
 
     @pytest.mark.parametrize("name", UNTIL_CLOSE)
     async def test_without_a_length_ends_with_the_connection(
@@ -256,20 +261,20 @@ class TestAnswer:
         peer = await engine.peer()
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Two: 1\r\nx-two: 2\r\n\r\n")
-        response = await asking
-        assert response.headers.raw == [(b"transfer-encoding", b"chunked"), (b"x-two", b"1"), (b"x-two", b"2")]
+        answer = await asking
+        assert answer.headers == [(b"transfer-encoding", b"chunked"), (b"x-two", b"1"), (b"x-two", b"2")]
         for number in range(3):
             await peer.send(b"8\r\nevent %d\n\r\n" % number)
-            assert await stream_of(response).read() == b"event %d\n" % number
+            assert await answer.stream.read() == b"event %d\n" % number
         await peer.send(b"0\r\n\r\n")
-        assert await stream_of(response).read() == await stream_of(response).read() == b""
-        stream_of(response).close()
+        assert await answer.stream.read() == await answer.stream.read() == b""
+        answer.stream.close()
 
     async def test_can_be_waited_for_with_a_break(self, transport: EngineTransport, engine: Engine) -> None:
         asking = ask(transport)
         peer = await engine.peer()
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n")
-        stream = stream_of(await asking)
+        stream = (await asking).stream
         asyncio.get_running_loop().call_later(0.01, stream.poke)
         assert await stream.read() is None
         await peer.send(b"ab")
@@ -284,8 +289,8 @@ class TestAnswer:
         asking = ask(transport, b"x" * 8_000_000)
         peer = await engine.peer()
         await peer.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
-        response = await asking
-        assert (response.status_code, await read(response)) == (413, b"no")
+        answer = await asking
+        assert (answer.status, await read(answer)) == (413, b"no")
         await peer.gone()
         await next_one_is_good(transport, engine)
 
@@ -330,7 +335,7 @@ class TestPumping:
         peer = await engine.peer()
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
-        return peer, stream_of(await asking)
+        return peer, (await asking).stream
 
     async def test_gives_what_has_come_and_what_comes_to_the_end(
         self, transport: EngineTransport, engine: Engine
@@ -442,7 +447,7 @@ class TestBreakingOff:
         await peer.send(
             b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n" + (b"5\r\n" * (b"chunked" in framing)) + b"hello"
         )
-        stream = stream_of(await asking)
+        stream = (await asking).stream
         assert await stream.read() == b"hello"
         getattr(peer, end)()
         with pytest.raises(httpx.RemoteProtocolError):
@@ -459,7 +464,7 @@ class TestBreakingOff:
         peer = await engine.peer()
         await peer.request()
         await peer.send(UNTIL_CLOSE["HTTP/1.1"])
-        stream = stream_of(await asking)
+        stream = (await asking).stream
         assert await stream.read() == b"hello"
         peer.reset()
         with pytest.raises(httpx.RemoteProtocolError):
@@ -497,9 +502,9 @@ class TestBreakingOff:
         peer = await engine.peer()
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\nrubbish\r\n")
-        response = await asking
+        answer = await asking
         with pytest.raises(httpx.RemoteProtocolError):
-            await read(response)
+            await read(answer)
         await peer.gone()
 
 
@@ -523,7 +528,7 @@ class TestReuse:
         for peer in [await engine.peer() for _ in range(3)]:
             await peer.request()
             await peer.send(OK)
-        assert [await read(response) for response in await asyncio.gather(*asking)] == [b"ok"] * 3
+        assert [await read(answer) for answer in await asyncio.gather(*asking)] == [b"ok"] * 3
 
     @pytest.mark.parametrize(
         "answer",
@@ -580,9 +585,9 @@ class TestReuse:
         peer = await engine.peer()
         await peer.request()
         await peer.send(OK + more)
-        response = await asking
-        assert response.headers.raw == [(b"content-length", b"2")]
-        assert (response.status_code, await read(response)) == (200, b"ok")
+        answer = await asking
+        assert answer.headers == [(b"content-length", b"2")]
+        assert (answer.status, await read(answer)) == (200, b"ok")
         await peer.gone()
         await next_one_is_good(transport, engine)
 
@@ -595,14 +600,14 @@ class TestReuse:
         await peer.send(OK)
         first = await asking
         await read(first)
-        stream_of(first).close()
+        first.stream.close()
         both = [ask(transport), ask(transport)]
         other = await engine.peer()  # not two requests on one connection
         for one in (peer, other):
             await one.request()
-            stream_of(first).close()
+            first.stream.close()
             await one.send(OK)
-        assert [await read(response) for response in await asyncio.gather(*both)] == [b"ok", b"ok"]
+        assert [await read(answer) for answer in await asyncio.gather(*both)] == [b"ok", b"ok"]
 
 
 class TestAbort:
@@ -613,9 +618,9 @@ class TestAbort:
         peer = await engine.peer()
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
-        response = await asking
-        assert await stream_of(response).read() == b"hello"
-        await response.aclose()
+        answer = await asking
+        assert await answer.stream.read() == b"hello"
+        answer.stream.close()
         await peer.gone()
         await next_one_is_good(transport, engine)
 
@@ -657,7 +662,7 @@ class TestFlow:
         peer = await engine.peer()
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
-        stream = stream_of(await asking)
+        stream = (await asking).stream
         for _ in range(size // 65536):
             peer.writer.write(b"0123456789abcdef" * 4096)
         await asyncio.sleep(0.1)
