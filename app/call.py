@@ -25,6 +25,7 @@ DISCARD_S: Final = 5.0
 CLOSE: Final = "tidegate.close"  # our server puts the ways to end a connection into the scope
 ABORT: Final = "tidegate.abort"
 WRITE: Final = "tidegate.write"  # and one to write a piece of a chunked body; false: the client has to catch up
+WHOLE: Final = "tidegate.whole"  # and whether all of the request's body has come
 NO_LANE: Final = "-"  # the label of a request that ended before its lane was known
 
 
@@ -60,7 +61,6 @@ class Call:
         self.relay: Relay | None = None  # once the engine has answered
         self.body_read = False
         self._write: Callable[[bytes], bool] | None = scope.get(WRITE)
-        self._finished = False
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._cause: Exception | None = None
@@ -149,20 +149,17 @@ class Call:
 
     async def finish(self) -> None:
         """Send the end of the body."""
-        self._finished = True
         await self.raw_send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def abort(self) -> None:
         """Break the connection so that the client sees that the answer is not whole."""
-        self._finished = True
         self.scope.get(ABORT, _nothing)()
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer of ours; a client that is still sending is heard out first, within bounds."""
         headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self.send_head(status, headers)
-        if self.body_read:
-            self._finished = True
+        if self.body_read or self.scope.get(WHOLE, _nothing)():
             return await self.raw_send({"type": "http.response.body", "body": body, "more_body": False})
         await self.send(body)
         heard_out = await self._discard_body()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from app.call import ABORT, CLOSE, WRITE
+from app.call import ABORT, CLOSE, WHOLE, WRITE
 
 LINGER_S: Final = 5.0  # for a client to take what has been written before its connection is closed hard
 JOINED_BYTES: Final = 64 * 1024  # copying more costs more than a system call
@@ -43,10 +43,14 @@ class ClientConnection(HttpToolsProtocol):
         scope[CLOSE] = self._close
         scope[ABORT] = self._close
         scope[WRITE] = self._write
+        scope[WHOLE] = self._has_come
 
     def _close(self) -> None:
         self.transport.close()  # what has been written still goes out
         self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _has_come(self) -> bool:
+        return self._answering is not None and not self._answering.more_body
 
     def _write(self, data: bytes) -> bool:
         if len(data) > JOINED_BYTES:
