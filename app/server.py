@@ -5,6 +5,7 @@ uvicorn by itself closes its listeners at the first signal and ends by re-raisin
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import resource
@@ -143,9 +144,13 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PortTaken(
-            f"cannot listen on {host} port {port}: {reason}; stop what uses it or choose another with {setting}"
-        ) from None
+        no_address = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "give an address of this machine with --host or TIDEGATE_HOST"
+            if no_address
+            else f"stop what uses it or choose another with {setting}"
+        )
+        raise PortTaken(f"cannot listen on {host} port {port}: {reason}; {remedy}") from None
     sock.setblocking(False)
     return sock
 

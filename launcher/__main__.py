@@ -1,5 +1,10 @@
 """`python -m launcher`: gateway and engine with one command. A table of contents; the other files do the work."""
 
+from launcher.init import stand_in
+
+if __name__ == "__main__":
+    stand_in()  # before the imports, which take a second: process 1 would lose a signal that comes meanwhile
+
 import argparse
 import asyncio
 import contextlib
@@ -8,6 +13,7 @@ import logging
 import os
 import sys
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,10 +27,9 @@ from app.status import EngineStatus
 from launcher.command import GIB, BadArguments, Model, Plan, make_plan, workers
 from launcher.device import Device, DeviceMissing, EngineMissing, find
 from launcher.guard import Guard
-from launcher.init import stand_in
 from launcher.model import EMBEDDED_NAME, ModelFailed, ModelMissing, embedded_folder, locate
 from launcher.preflight import DoesNotFit, Fit, check, read_config
-from launcher.supervisor import EngineFailed, Supervisor
+from launcher.supervisor import GATED, EngineFailed, Supervisor
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 LONGEST_BASE = 107 - len("/tidegate-12345678/") - 36  # bytes; a socket's path has 107, vLLM's names for its own have 36
@@ -150,10 +155,14 @@ async def _until_drained(server: GatewayServer, status: EngineStatus, keep: Coro
 
 async def _keep(model: Model, supervisor: Supervisor) -> None:
     """Prepare the embedded model, in a process of its own that can be ended, and keep an engine running."""
-    if model.embedded and not embedded_folder().is_dir():
+    if model.embedded and not os.access(embedded_folder(), os.X_OK):  # `is_dir` raises where it may not look
         process = await asyncio.create_subprocess_exec(  # in a session of its own: Ctrl-C reaches it through us
-            sys.executable, "-m", "launcher.model", stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+            *GATED, sys.executable, "-m", "launcher.model", stdin=PIPE, stdout=DEVNULL, start_new_session=True
         )
+        assert process.stdin is not None
+        supervisor.guard.watch(process.pid)
+        process.stdin.write(b"go\n")
+        process.stdin.close()
         try:
             if await process.wait():
                 raise ModelFailed("the embedded model could not be prepared, see above")
@@ -161,6 +170,7 @@ async def _keep(model: Model, supervisor: Supervisor) -> None:
             if process.returncode is None:
                 process.terminate()
                 await process.wait()
+            supervisor.guard.watch(0)
     await supervisor.run()
 
 
@@ -196,11 +206,13 @@ def _model(name: str | None) -> Model:
 
 def _private_folder() -> Path:
     """A new folder that nobody else may enter, with a path that leaves room for the names of sockets."""
-    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):  # noqa: S108
-        if base and len(os.fsencode(base)) <= LONGEST_BASE and os.access(base, os.W_OK | os.X_OK):
-            return Path(tempfile.mkdtemp(prefix="tidegate-", dir=base))
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp"):  # noqa: S108
+        if base and len(os.fsencode(os.path.abspath(base))) <= LONGEST_BASE:  # noqa: PTH100
+            with contextlib.suppress(OSError):
+                return Path(tempfile.mkdtemp(prefix="tidegate-", dir=os.path.abspath(base)))  # noqa: PTH100
     raise EngineFailed(
-        "no folder for the engine's socket: $XDG_RUNTIME_DIR, $TMPDIR and /tmp are too long or read-only"
+        "no folder for the engine's socket: $XDG_RUNTIME_DIR, $TMPDIR, /tmp and /var/tmp are all too long, full or "
+        "read-only; point XDG_RUNTIME_DIR to one that can be written"
     )
 
 

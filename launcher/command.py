@@ -15,8 +15,34 @@ SEQUENCES: Final = {"cpu": 16, "cuda": 256}  # at a time, by default; vLLM's own
 ENTRY: Final = "vllm.entrypoints.openai.api_server"  # the CPU build's `vllm` command doesn't start
 BACKSTOP: Final = 4096  # sequences beyond the limit: a body may hold more prompts than the slots it takes
 RANKS: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
-SHORT: Final = RANKS | {"-n": "nnodes", "-r": "node-rank", "-O": "optimization-level", "-cc": "compilation-config"}
-OURS: Final = {"model", "uds", "host", "port", "ssl-keyfile", "ssl-certfile", "root-path", "api-key", "headless"}
+SHORT: Final = RANKS | {
+    "-n": "nnodes",
+    "-r": "node-rank",
+    "-dpl": "data-parallel-size-local",
+    "-dpn": "data-parallel-rank",
+    "-dpr": "data-parallel-start-rank",
+    "-dpa": "data-parallel-address",
+    "-dpb": "data-parallel-backend",
+    "-dph": "data-parallel-hybrid-lb",
+    "-dpe": "data-parallel-external-lb",
+    "-dcp": "decode-context-parallel-size",
+    "-ep": "enable-expert-parallel",
+    "-q": "quantization",
+    "-O": "optimization-level",
+    "-cc": "compilation-config",
+}
+OURS: Final = {
+    "model",
+    "uds",
+    "host",
+    "port",
+    "ssl-keyfile",
+    "ssl-certfile",
+    "root-path",
+    "api-key",
+    "headless",
+    "grpc",
+}
 COMPILED: Final = {"enforce-eager", "optimization-level", "compilation-config"}
 CACHE_SIZE: Final = {"kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-blocks-override"}
 
@@ -69,6 +95,8 @@ def make_plan(
             f"--{taken[0]} cannot be passed on to vLLM: the launcher decides what is served and how it is reached. "
             "MODEL, --host and --port go before the --; a key for the engine is TIDEGATE_ENGINE_API_KEY"
         )
+    if extra and not extra[0].startswith("-"):  # vLLM would serve what --model says
+        raise BadArguments(f"{extra[0]}: no argument of vLLM's begins like that; MODEL goes before the --")
     limit, sequences, warnings = _sequences(device, given, max_in_flight)
     chosen = {
         "model": model.path,
@@ -85,6 +113,10 @@ def make_plan(
         chosen |= {"enable-auto-tool-choice": "", "tool-call-parser": "hermes"}
     if device.kind == "cpu":
         chosen |= _for_cpu(device, model, given, base_env)
+    known = {*chosen, *OURS, *RANKS.values()}
+    for name in given.keys() - known:
+        if full := sorted(one for one in known if one.startswith(name)):  # vLLM would take it for that one
+            raise BadArguments(f"--{name}: write it in full, --{' or --'.join(full)}")
     argv = [sys.executable, "-P", "-m", ENTRY]  # -P: nothing in the working folder passes for a module
     for name, value in chosen.items():
         if name not in given:

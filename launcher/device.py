@@ -14,6 +14,11 @@ SMI: Final = ("nvidia-smi", "--query-gpu=name,memory.free,memory.total", "--form
 MIB: Final = 2**20
 SMI_S: Final = 20.0  # a driver that wakes up takes its time
 PROC, CGROUP, NODES = Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/node")
+# A container's limit, what it uses, and of what: in cgroups of the second version, then of the first.
+LIMITS: Final = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
 # What vLLM counts as available on a NUMA node.
 AVAILABLE: Final = re.compile(r"(?:MemFree|Active\(file\)|Inactive\(file\)|SReclaimable):\s+(\d+) kB")
 
@@ -122,9 +127,11 @@ def _free_memory(proc: Path, cgroup: Path, nodes: Path) -> int:
     """Memory that is free on each NUMA node with processors, since vLLM takes all from one, and within a container."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     free = int(found[1]) * 1024 if found else 0
-    with contextlib.suppress(OSError, ValueError):  # no such file or "max": no limit
-        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, max(0, limit - used))
+    for *names, prefix in LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file or "max": no limit
+            limit, used, parts = ((cgroup / name).read_text() for name in names)
+            cache = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", parts, re.MULTILINE)  # files: they give way
+            free = min(free, max(0, int(limit) - int(used) + sum(map(int, cache))))
     for node in nodes.glob("node[0-9]*"):
         with contextlib.suppress(OSError):
             if (node / "cpulist").read_text().strip():

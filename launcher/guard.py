@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+DEAF_TO: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the guard ends with the launcher, not before
 GONE_S: Final = 30.0  # for killed processes to be gone; a driver may hold one for a while
 
 
@@ -43,9 +44,13 @@ class Guard:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", __file__, str(self._folder)]
         null = subprocess.DEVNULL
-        return subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # inherited, so from its first instruction on
+        try:
+            return subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def watch(self, group: int) -> None:
         """From now on this is the process group to end; 0 is none. A guard that was killed is replaced."""
@@ -58,6 +63,11 @@ class Guard:
             self._process.wait()
             self._process = self._start()
 
+    def stay(self, group: int) -> None:
+        """Replace a guard that was killed while this group lives; call it now and then."""
+        if self._process.poll() is not None:
+            self.watch(group)
+
     def close(self) -> None:
         """End the engine, if one is left, and remove the folder."""
         assert self._process.stdin is not None
@@ -69,8 +79,6 @@ class Guard:
 
 def main(folder: str) -> None:
     """Wait for the end of standard input, then clear away the group whose number came last."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     group = 0
     for line in sys.stdin:
         group = int(line)

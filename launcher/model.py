@@ -45,9 +45,13 @@ def locate(name: str) -> str:
         ModelMissing: it looks like a path and nothing is there, or what is there is no model.
     """
     path = Path(name).expanduser()
-    if path.is_dir() and any((path / known).is_file() for known in ("config.json", "params.json")):
-        return str(path.resolve())
-    if path.exists():
+    try:
+        if path.is_dir() and any((path / known).is_file() for known in ("config.json", "params.json")):
+            return str(path.resolve())
+        there = path.exists()
+    except OSError as error:
+        raise ModelMissing(f"{name} cannot be read: {error.strerror}") from None
+    if there:
         raise ModelMissing(f"{name} has no config.json: give the folder of a model in Hugging Face format")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip("/"):
         raise ModelMissing(

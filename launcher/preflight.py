@@ -16,6 +16,7 @@ import httpx
 
 from launcher.command import GIB, Model, Plan, number
 from launcher.device import Device
+from launcher.model import ModelMissing
 
 Config = Mapping[str, Any]
 
@@ -53,17 +54,30 @@ def read_config(model: Model, env: Mapping[str, str]) -> tuple[Config, int]:
     """A model's configuration and the bytes of its weight files; empty and 0 where they are not known.
 
     That of a hub's model comes from its cache, else from the hub, which vLLM is about to ask anyway.
+
+    Raises:
+        ModelMissing: the configuration is there and is none.
     """
     folder = Path(model.path) if model.path.startswith("/") else _cached(model.path, env)
-    with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
+    with contextlib.suppress(OSError, ValueError, httpx.HTTPError, httpx.InvalidURL):
         if folder is not None:
-            return _as_config(json.loads((folder / "config.json").read_text())), _weight_files(folder)
+            return _own_config(folder / "config.json"), _weight_files(folder)
         if env.get("HF_HUB_OFFLINE", "0") in ("", "0"):
             headers = {"authorization": f"Bearer {env['HF_TOKEN']}"} if env.get("HF_TOKEN") else {}
             url = f"{env.get('HF_ENDPOINT') or 'https://huggingface.co'}/{model.path}/resolve/main/config.json"
             answer = httpx.get(url, headers=headers, timeout=FETCH_S, follow_redirects=True)
             return _as_config(answer.raise_for_status().json()), 0
     return {}, 0
+
+
+def _own_config(file: Path) -> Config:
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ModelMissing(f"{file} is not a JSON object: fetch the model again")
+    return config
 
 
 def check(plan: Plan, device: Device, config: Config, weight_files: int) -> Fit:
@@ -140,7 +154,7 @@ def _for_gpu(plan: Plan, device: Device, weights: int | None) -> int | None:
     share = plan.flags.get("gpu-memory-utilization", "")
     try:
         budget = int(float(share or GPU_SHARE) * device.total)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     if budget > device.memory:
         fits = math.floor(100 * device.memory / device.total) / 100
@@ -215,7 +229,7 @@ def _dtype(name: str, text: Config) -> int:
 def _tokens(text: str) -> int | None:
     """A number as vLLM reads it: 8192, 8k (8,000), 8K (8,192); None for `auto` and what is no number."""
     unit = UNITS.get(text[-1:], 1)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):  # the latter of "inf"
         value = int(float(text[:-1] if unit > 1 else text) * unit)
         return value if value > 0 else None
     return None

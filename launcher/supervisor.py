@@ -26,11 +26,13 @@ LONGEST_DELAY_S: Final = 20.0  # between two starts, before jitter
 START_S: Final = 7200.0  # for one start; a large model may have to be downloaded
 GRACE_S: Final = 5.0  # for an engine without requests to end by itself
 PROBE_S: Final = 0.25
+LOOK_EVERY_S: Final = 1.0
+OOM_LOOKS: Final = 30  # a busy machine takes 10 s to end an API server whose worker was killed
 TELL_EVERY_S: Final = 5.0
 LAST_LINES: Final = 40
 LONGEST_LINE: Final = 2000  # characters; the rest of a line is left out
 USAGE: Final = 2  # argparse's exit code: a second start would not like the arguments better
-# The engine runs only once the guard knows it: if the launcher ends before that, `read` fails.
+# A child runs only once the guard knows it: if the launcher ends before that, `read` fails.
 GATED: Final = ("/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "engine")
 ERROR: Final = re.compile(r"(?:^|[\s\]])((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?::\s.+)?|error: .+)$")
 HEARSAY: Final = re.compile(r"root cause|EngineDeadError|initialization failed|Engine process failed")
@@ -107,7 +109,7 @@ class Supervisor:
     _restarts: deque[float] = field(default_factory=deque)
     _was_ready: bool = False
     _pause_s: float = 0.0
-    _oom_kills: int = 0  # before this engine
+    _oom_kills: int = 0  # before this engine, later a little while ago
 
     async def run(self) -> None:
         """Keep an engine running until cancelled, then end it and all its processes.
@@ -155,6 +157,7 @@ class Supervisor:
         exited = asyncio.create_task(process.wait())
         stalled, lost = asyncio.create_task(stall.wait()), asyncio.create_task(loss.wait())
         ready = asyncio.create_task(self._until_ready())
+        looks = asyncio.create_task(self._look_around(process.pid))
         try:
             await asyncio.wait([exited, ready], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
@@ -171,14 +174,24 @@ class Supervisor:
             if lost.done():  # its server tells the open requests, then ends by itself
                 await asyncio.wait([exited], timeout=GRACE_S)
                 if not exited.done():
-                    return "exit", "the engine is dead, its server is not"
+                    cause = "oom" if self.oom_kills() > self._oom_kills else "exit"
+                    return cause, "the engine is dead, its server is not"
             if stalled.done():
                 return "stalled", "the engine has stalled: it holds requests and does nothing for them"
             cause, ending = self._ending(exited.result())
             return cause, f"the engine has ended ({ending})"
         finally:
-            for task in (exited, stalled, lost, ready):
+            for task in (exited, stalled, lost, ready, looks):
                 task.cancel()
+
+    async def _look_around(self, group: int) -> None:
+        """Replace a guard that was killed, and forget kills for memory that this engine has outlived."""
+        counts = deque([self._oom_kills], OOM_LOOKS)
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.guard.stay(group)
+            counts.append(self.oom_kills())
+            self._oom_kills = counts[0]
 
     def _ending(self, code: int) -> tuple[str, str]:
         """What an exit code stands for, as a word for the metrics and for people.

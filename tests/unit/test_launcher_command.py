@@ -230,13 +230,22 @@ def test_unless_other_machines_have_them(extra: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", ["--uds=/x", "--port 1", "--host ::", "--model x", "--api-key secret", "--api_key=secret", "--headless"]
+    "extra",
+    ["--uds=/x", "--port 1", "--host ::", "--model x", "--api-key secret", "--api_key=secret", "--headless", "--grpc"],
 )
 def test_arguments_that_would_cut_the_gateway_off_are_refused(extra: str) -> None:
     with pytest.raises(BadArguments) as caught:
         plan(GPU, REMOTE, *extra.split())
     assert "--" + extra[2:].replace("_", "-").partition("=")[0].split()[0] in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "full"), [("--max-num-seq 4", "--max-num-seqs"), ("--ud /x", "--uds"), ("--tensor_par=2", "--tensor-")]
+)
+def test_shortened_names_are_refused_since_vllm_would_take_them(extra: str, full: str) -> None:
+    with pytest.raises(BadArguments, match=f"write it in full, {full}"):
+        plan(GPU, REMOTE, *extra.split())
 
 
 @pytest.mark.parametrize("extra", ["--max-num-seqs", "--max-num-seqs=0", "--max-num-seqs many", "-dp x"])
@@ -253,6 +262,8 @@ def test_numbers_that_are_none_are_refused(extra: str) -> None:
         ("-tp 8 -pp 2 --nnodes 2", 8),
         ("-tp 2 -dp 8 --data-parallel-size-local 4", 8),
         ("-tp 2 -dp 8 --data-parallel-rank 3", 2),
+        ("-tp 2 -dp 8 -dpl 4", 8),
+        ("-tp 2 -dp 8 -dpn 3", 2),
         ("-dp 16 -n 2", 8),
     ],
 )

@@ -28,9 +28,17 @@ class Machine:
         for name, text in texts.items():
             (self.proc / name).write_text(text)
 
-    def limit(self, limit: str, used: int) -> None:
+    def limit(self, limit: str, used: int, cache: int = 0) -> None:
         (self.cgroup / "memory.max").write_text(limit)
         (self.cgroup / "memory.current").write_text(str(used))
+        (self.cgroup / "memory.stat").write_text(f"anon 7\ninactive_file {cache}\nactive_file 1\nworkingset 9\n")
+
+    def old_limit(self, limit: int, used: int, cache: int) -> None:
+        folder = self.cgroup / "memory"
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file {cache}\ntotal_active_file 0\n")
 
     def node(self, number: int, cpus: str, free_gib: int) -> None:
         folder = self.nodes / f"node{number}"
@@ -84,8 +92,19 @@ def test_bfloat16_in_hardware(machine: Machine, cpuinfo: str, bf16: bool) -> Non
 
 @pytest.mark.parametrize(("limit", "gib"), [(str(5 * GIB), 4), ("max", 8), (str(GIB // 2), 0)])
 def test_a_containers_limit_counts(machine: Machine, limit: str, gib: int) -> None:
-    machine.limit(limit, GIB)
+    machine.limit(limit, GIB + 1)
     assert machine.find().memory == gib * GIB
+
+
+def test_files_that_a_container_has_read_do_not_count_as_used(machine: Machine) -> None:
+    """Else a model that was just downloaded would not fit, as its own files fill the page cache."""
+    machine.limit(str(5 * GIB), used=5 * GIB + 1, cache=4 * GIB)
+    assert machine.find().memory == 4 * GIB
+
+
+def test_a_containers_limit_counts_in_old_cgroups(machine: Machine) -> None:
+    machine.old_limit(5 * GIB, used=3 * GIB, cache=GIB)
+    assert machine.find().memory == 3 * GIB
 
 
 def test_the_fullest_numa_node_with_processors_counts_as_vllm_takes_all_from_one(machine: Machine) -> None:

@@ -73,6 +73,14 @@ def test_nothing_survives_a_launcher_that_is_killed(folder: Path) -> None:
     wait_until(lambda: not is_alive(pids["guard"]), "the end of the guard")
 
 
+def test_a_signal_does_not_end_the_guard_even_while_it_starts(folder: Path) -> None:
+    guard = Guard(folder)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(guard._process.pid, ignored)
+    guard.close()
+    assert guard._process.returncode == 0
+
+
 def test_an_engine_that_the_guard_does_not_know_yet_never_starts(tmp_path: Path) -> None:
     mark = tmp_path / "started"
     assert subprocess.run([*GATED, "touch", str(mark)], stdin=subprocess.DEVNULL, check=False).returncode

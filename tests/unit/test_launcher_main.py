@@ -1,5 +1,6 @@
 """The launcher as its own process, with the real gateway and an engine that does as told in vLLM's place."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,13 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from launcher.__main__ import _private_folder
+from launcher.supervisor import EngineFailed
 from tests.harness import ROOT, Child, free_port, wait_until
 from tests.unit.launcher_engine import is_alive
 from tests.unit.test_launcher_guard import alive_in
@@ -37,7 +41,7 @@ class Launcher(Child):
         self.model = here / "model"
         for folder in (self.site / "vllm/entrypoints/openai", self.run, self.cache, self.model):
             folder.mkdir(parents=True)
-        (self.model / "config.json").touch()
+        (self.model / "config.json").write_text("{}")
         for package in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
             (self.site / package / "__init__.py").touch()
         shutil.copy(ENGINE, self.site / "vllm/entrypoints/openai/api_server.py")
@@ -210,6 +214,23 @@ def test_as_process_1_of_a_container_it_restarts_drains_and_leaves_no_zombie() -
         one.folder.cleanup()
 
 
+@pytest.mark.skipif(not can_unshare(), reason="makes a process namespace, which takes root and the tool `unshare`")
+def test_process_1_heeds_a_signal_that_comes_while_it_still_imports() -> None:
+    """The kernel drops a signal that process 1 doesn't handle, and nobody sends it again."""
+    one = Launcher(lives=[FOREVER])
+    mark = one.site / "mark"
+    (one.site / "uvloop.py").write_text(f"import time; open({str(mark)!r}, 'w'); time.sleep(600)")
+    with subprocess.Popen([*UNSHARE, sys.executable, "-m", "launcher"], env=os.environ | one.environment) as outer:
+        try:
+            wait_until(mark.exists, "the imports")
+            (init,) = children_of(outer.pid)
+            os.kill(init, signal.SIGTERM)
+            assert outer.wait(20) == 128 + signal.SIGTERM
+        finally:
+            outer.kill()
+            one.folder.cleanup()
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -235,6 +256,7 @@ def test_a_crash_loop_ends_it(launch: Launch) -> None:
         (["MODEL", "--dtype", "half"], {}, 2, "arguments for vLLM go after --"),
         (["MODEL", "--device", "cuda"], {}, 2, "no GPU"),
         (["MODEL", "--", "--port", "1"], {}, 2, "--port cannot be passed on to vLLM"),
+        (["--", "MODEL"], {}, 2, "MODEL goes before the --"),
         (["MODEL", "--", "--max-num-seqs", "x"], {}, 2, "must be a whole number"),
         (["MODEL"], {"max_inflight": "3"}, 2, "did you mean TIDEGATE_MAX_IN_FLIGHT?"),
         (["MODEL"], {"max_queue": "many"}, 2, "TIDEGATE_MAX_QUEUE"),
@@ -259,6 +281,14 @@ def test_a_taken_port_is_found_before_the_model_loads(launch: Launch) -> None:
         one = launch("MODEL", "--port", str(taken.getsockname()[1]))
         assert one.exit_code() == 2
     assert "cannot listen on 127.0.0.1 port" in one_line(one)
+    assert "choose another with --port" in one_line(one)
+    assert not one.notes
+
+
+def test_an_address_of_another_machine_is_told_from_a_taken_port(launch: Launch) -> None:
+    one = launch("MODEL", "--host", "192.0.2.1", "--port", "0")
+    assert one.exit_code() == 2
+    assert "give an address of this machine with --host or TIDEGATE_HOST" in one_line(one)
     assert not one.notes
 
 
@@ -274,6 +304,25 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_loaded() -> None:
         one.start().ready()
     finally:
         one.close()
+
+
+def test_a_folder_for_sockets_is_found_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as in a container whose root is read-only."""
+    usable = tmp_path / "usable"
+    usable.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("TMPDIR", str(usable))
+    monkeypatch.setattr("launcher.__main__.LONGEST_BASE", len(str(usable)))
+    folder = _private_folder()
+    assert folder.parent == usable
+    assert folder.stat().st_mode & 0o77 == 0
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(EngineFailed, match="point XDG_RUNTIME_DIR to one that can be written"):
+        _private_folder()
 
 
 def test_several_workers_are_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +397,18 @@ def test_it_can_be_ended_while_the_embedded_model_is_fetched() -> None:
         one.close()
 
 
+def test_a_killed_launcher_leaves_no_download() -> None:
+    one = Launcher(lives=[FOREVER])
+    try:
+        mark = one.site / "pid"
+        with_pip(one, f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+        wait_until(lambda: mark.exists() and mark.read_text(), "the download")
+        one.kill()
+        wait_until(lambda: not is_alive(int(mark.read_text())), "the end of the download")
+    finally:
+        one.close()
+
+
 def test_an_embedded_model_that_cannot_be_had_ends_it_with_the_reason() -> None:
     one = Launcher(lives=[FOREVER])
     try:
@@ -356,6 +417,17 @@ def test_an_embedded_model_that_cannot_be_had_ends_it_with_the_reason() -> None:
         assert "failed: ERROR: no network" in one.log
         assert "Traceback" not in one.log
         assert not one.notes
+    finally:
+        one.close()
+
+
+def test_a_cache_that_cannot_be_looked_into_ends_it_with_the_reason() -> None:
+    one = Launcher(lives=[FOREVER])
+    try:
+        one.environment["XDG_CACHE_HOME"] = "/" + "a" * 300
+        assert one.start().exit_code() == 1
+        assert "the model cannot be stored in /aaa" in one.log
+        assert "Traceback" not in one.log
     finally:
         one.close()
 

@@ -192,6 +192,12 @@ def test_a_path_that_leads_nowhere_is_refused(name: str) -> None:
         locate(name)
 
 
+def test_a_path_that_cannot_be_looked_at_is_refused() -> None:
+    """Somebody else's folder, as a rule; here one whose name is too long, which is so for root too."""
+    with pytest.raises(ModelMissing, match="cannot be read: File name too long"):
+        locate("/" + "a" * 300)
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     for path in (tmp_path, tmp_path / "model.safetensors"):

@@ -8,6 +8,7 @@ import pytest
 
 from launcher.command import GIB, Model, make_plan
 from launcher.device import Device
+from launcher.model import ModelMissing
 from launcher.preflight import DoesNotFit, Fit, check, read_config
 
 LLAMA_8B = {
@@ -128,6 +129,8 @@ def test_what_cannot_fit_is_refused_with_the_flag_that_would_make_it_fit(
         (Device("cuda", "GB10"), LLAMA_70B, ""),
         (Device("cpu", "CPU"), LLAMA_70B, ""),
         (H100, {}, ""),
+        (H100, LLAMA_8B, "--gpu-memory-utilization inf"),
+        (LAPTOP, QWEN_SMALL, "--max-model-len inf"),
         (H100, {"hidden_size": None, "text_config": [], "quantization_config": 7, "rope_scaling": "x"}, ""),
     ],
 )
@@ -168,9 +171,17 @@ def test_configuration_of_a_folder_and_of_the_hubs_cache(tmp_path: Path) -> None
     assert read_config(Model("a/b", "a/b"), offline) == (QWEN_SMALL, 100)
     assert read_config(Model(str(snapshot), "b"), {}) == (QWEN_SMALL, 100)
     assert read_config(Model("a/c", "a/c"), offline) == ({}, 0)
-    (snapshot / "config.json").write_text("")
+    (snapshot / "config.json").unlink()
     assert read_config(Model(str(snapshot), "b"), {}) == ({}, 0)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"hidden_size": 64', b"[1, 2]", b"\xff\x00\xfe"])
+def test_a_broken_configuration_is_named_before_anything_is_loaded(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelMissing, match=r"config\.json is not a JSON object: fetch the model again"):
+        read_config(Model(str(tmp_path), "b"), {})
+
+
 def test_a_hub_that_cannot_be_reached_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    assert read_config(Model("a/b", "a/b"), {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1"}) == ({}, 0)
+    for endpoint in ("http://127.0.0.1:1", "127.0.0.1", "http://["):
+        assert read_config(Model("a/b", "a/b"), {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint}) == ({}, 0)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -150,12 +151,24 @@ async def test_out_of_memory_is_named_when_the_kernel_kills(house: MakeHouse) ->
 
 
 async def test_a_worker_that_the_kernel_killed_for_memory_is_the_cause_whatever_the_exit_code(house: MakeHouse) -> None:
-    kills = iter([7, 8, 8])
-    one = house({"after": 0.2, "exit": 0}, FOREVER, oom_kills=lambda: next(kills))
+    one: House = house({"after": 0.2, "exit": 0}, FOREVER, oom_kills=lambda: 7 + one.ready)
     async with one.running():
         await until(lambda: one.ready and len(one.notes) == 2)
         assert one.status.restarts == {"oom": 1}
         assert "the engine has ended (exit code 0: out of memory)" in one.said[-1]
+
+
+async def test_a_kill_for_memory_that_the_engine_has_outlived_is_not_its_cause(
+    house: MakeHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a container the count is the whole machine's, and an engine lives for weeks."""
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.02)
+    one: House = house(FOREVER, oom_kills=lambda: 7 + one.ready)
+    async with one.running():
+        await until(lambda: one.supervisor._oom_kills == 8)
+        os.kill(one.notes[0]["pids"][0], signal.SIGTERM)
+        await until(lambda: len(one.notes) == 2)
+        assert one.status.restarts == {"killed": 1}
 
 
 @pytest.mark.parametrize(
@@ -216,6 +229,32 @@ async def test_an_engine_that_hangs_at_its_start_can_be_ended(house: MakeHouse) 
         await until(lambda: one.notes)
         began = time.monotonic()
     assert time.monotonic() - began < 10
+
+
+async def test_a_guard_that_is_killed_is_replaced_while_the_engine_runs(
+    house: MakeHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.02)
+    one = house(FOREVER)
+    async with one.running():
+        await until(lambda: one.ready)
+        killed = one.supervisor.guard._process
+        killed.kill()
+        await until(lambda: one.supervisor.guard._process is not killed)
+        one.supervisor.guard.close()  # as after a launcher that is killed
+        await until(lambda: not is_alive(one.notes[0]["pids"][0]))
+        one.supervisor.guard = Guard(one.folder)
+
+
+async def test_how_long_a_start_has_taken_is_told_again_and_again(
+    house: MakeHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TELL_EVERY_S", 0.6)
+    one = house({"hang": True})
+    async with one.running():
+        await until(lambda: len(one.said) == 3)
+    assert all(re.fullmatch(r"the engine is starting: \d+ s", line) for line in one.said)
+    assert one.said[0] != one.said[-1]
 
 
 async def test_a_crash_loop_ends_after_growing_pauses(house: MakeHouse) -> None:
