@@ -9,7 +9,7 @@ from app.deadline import stainless_read_timeout_s
 from app.errors import DEADLINE, INFEASIBLE, QUEUE_FULL, QUEUE_TIMEOUT, Refused
 from app.forward import Forwarder, content_length
 from app.gate import Gate, GateFull, Ticket
-from app.house import House
+from app.house import Guest, House
 from app.lanes import Lanes
 from app.pace import Pace
 from app.settings import Settings
@@ -41,13 +41,18 @@ class Admission:
         """
         self._house.check_open()
         self._status.check_ready()
-        guest = self._house.enter(content_length(call), lambda: self.pace.retry_after_s(None, self.gate.lanes))
+        guest = self._house.enter(
+            content_length(call),
+            lambda: self.pace.retry_after_s(None, self.gate.lanes),
+            call.key,
+            self.gate.displace,
+        )
         try:
             with call.interruptible():
                 body_limit = call.deadline.arrived + self._settings.body_s
                 body = await self._forwarder.read_body(call, guest, body_limit)
                 call.read_at = self._loop.time()
-                ticket = self._queue(call, body[0])
+                ticket = self._queue(call, body[0], guest)
                 watcher = asyncio.create_task(call.watch())
                 try:
                     await self._wait(call, ticket)
@@ -68,7 +73,7 @@ class Admission:
         if call.admitted_at is not None:
             note(call.demand.lane, self._loop.time() - call.admitted_at, call.demand.work)
 
-    def _queue(self, call: Call, body: bytes) -> Ticket:
+    def _queue(self, call: Call, body: bytes, guest: Guest) -> Ticket:
         assert call.route is not None
         call.demand = demand = self._lanes.classify(call.route, body)
         if self._settings.use_stainless_timeout and not demand.stream:
@@ -77,12 +82,13 @@ class Admission:
             call.deadline.first_event_at = math.inf
         self._check_feasible(call)
         try:
-            return self.gate.enter(demand.lane, demand.weight, call.key)
+            return self.gate.enter(demand.lane, demand.weight, call.key, guest.leave)
         except GateFull as full:
-            message = f"The {full.bound} is full. Retry later."
-            raise Refused(
-                QUEUE_FULL, message, retry_after_s=self.pace.retry_after_s(demand.lane, self.gate.lanes)
-            ) from None
+            raise self._full(demand.lane, f"The {full.bound} is full.") from None
+
+    def _full(self, lane: str, what: str) -> Refused:
+        retry_after_s = self.pace.retry_after_s(lane, self.gate.lanes)
+        return Refused(QUEUE_FULL, f"{what} Retry later.", retry_after_s=retry_after_s)
 
     def _check_feasible(self, call: Call) -> None:
         """Refuse at once what would only grow old in the queue.
@@ -93,7 +99,8 @@ class Admission:
         served, the same engine time then serves more of them.
         """
         lane = call.demand.lane
-        wait_s = self.pace.wait_s(lane, self.gate.lanes[lane])
+        load = self.gate.lanes[lane]
+        wait_s = self.pace.wait_s(lane, load, load.ahead(call.key, call.demand.weight))
         if not wait_s:
             return
         relative = self.pace.relative_work(lane, call.demand.work)
@@ -130,7 +137,11 @@ class Admission:
                 call.arm(last_turn, lambda: self._waited_too_long(ticket.lane))
             else:
                 call.arm(first_limit)
-            await ticket.wait()
+            try:
+                await ticket.wait()
+            except GateFull:
+                what = "The queue is full, and this request's place went to another key's, which has fewer in it."
+                raise self._full(ticket.lane, what) from None
             self._status.check_ready()
             self._check_still_feasible(call)
         call.admitted_at = self._loop.time()

@@ -2,24 +2,27 @@
 
 A request takes as many of the gate's slots as its weight, and holds them until it is released. Free slots go, in order:
 
-1. To promoted requests, which have waited their lane's `max_wait_s`: the one that became overdue first goes first, and
-   while it does not fit, slots that come free are kept for it.
-2. To the lanes that wait, in proportion to their weights, counted in slots beyond the floors. Promoted requests do not
-   count, nor do those that met no queue, and a lane that has nothing to send saves nothing up.
+1. To promoted lanes, whose oldest request has waited their `max_wait_s`: the one where it became overdue first goes
+   first, and while its next request does not fit, slots that come free are kept for it.
+2. To the lanes that wait, in proportion to their weights, counted in slots beyond the floors. Requests of promoted
+   lanes do not count, nor do those that met no queue, and a lane that has nothing to send saves nothing up.
 
 Neither takes idle slots of another lane's floor, unless they are lent: a lane lends its floor out while none of its
 requests waits and none has arrived for `LEND_AFTER_S`. After its next arrival the floor comes back, as requests end.
 
-Within a lane, keys take turns, and a key's requests go by arrival. But once the oldest request of the lane is overdue,
-it goes before the key whose turn it is, and that was its own key's turn. While the request that is next in a lane does
-not fit, other lanes may overtake it, its own does not.
+Within a lane, keys take turns, counted in slots: the more of them a key's requests take, the rarer its turns. A key's
+requests go by arrival. Once the oldest request of a lane has waited `max_wait_s`, the lane is promoted, and within it
+the turns go on: else a key with a long queue, which is always overdue, would leave the others none. While the request
+that is next in a lane does not fit, other lanes may overtake it, its own does not.
+
+When the queue is full, a request of a key that has fewer waiting takes the place of the newest of the key with most.
 """
 
 import asyncio
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Protocol
 
@@ -44,7 +47,7 @@ class Clock(Protocol):
 
 
 class GateFull(Exception):
-    """A request can neither start nor wait. `bound` is what is full: its "lane", or the "queue" as a whole."""
+    """A request can neither start nor wait (any longer). `bound` is what is full: its "lane", or the whole "queue"."""
 
     def __init__(self, bound: str) -> None:
         super().__init__(f"the {bound} is full")
@@ -54,9 +57,22 @@ class GateFull(Exception):
 class Ticket:
     """One request's claim on `weight` slots, from `Gate.enter` to `Gate.release`. Times are the clock's seconds."""
 
-    __slots__ = ("_awaited", "_holds_slots", "_home", "_overdue_at", "admitted_at", "arrived", "key", "weight")
+    __slots__ = (
+        "_awaited",
+        "_displaced",
+        "_holds_slots",
+        "_home",
+        "_on_displaced",
+        "_overdue_at",
+        "admitted_at",
+        "arrived",
+        "key",
+        "weight",
+    )
 
-    def __init__(self, home: "LaneState", weight: int, key: str, arrived: float) -> None:
+    def __init__(
+        self, home: "LaneState", weight: int, key: str, arrived: float, on_displaced: Callable[[], object]
+    ) -> None:
         self.weight = weight
         self.key = key
         self.arrived = arrived
@@ -65,6 +81,8 @@ class Ticket:
         self._holds_slots = False
         self._overdue_at = arrived + home.max_wait_s
         self._awaited: asyncio.Future[None] | None = None
+        self._on_displaced = on_displaced
+        self._displaced = False
 
     @property
     def lane(self) -> str:
@@ -79,14 +97,38 @@ class Ticket:
         """Return once the request may start. For one task at a time; cancelling it leaves the claim as it is.
 
         Raises:
+            GateFull: its place went to a request of a key that has fewer waiting.
             RuntimeError: the ticket was released before it was admitted.
         """
         if self.admitted:
             return
-        if self not in self._home.waiting:
+        if self in self._home.waiting:
+            self._awaited = asyncio.get_running_loop().create_future()
+            await self._awaited
+        elif not self._displaced:
             raise RuntimeError("this ticket has left the queue")
-        self._awaited = asyncio.get_running_loop().create_future()
-        await self._awaited
+        if self._displaced:
+            raise GateFull("queue")
+
+
+class Turn:
+    """A key that waits in a lane: its requests by arrival, and slots taken by the keys' common count."""
+
+    __slots__ = ("paid", "queued_weight", "waiting")
+
+    def __init__(self, paid: int) -> None:
+        self.paid = paid
+        self.queued_weight = 0
+        # An ordered dict: a plain one takes ever longer to find its first entry while older ones leave.
+        self.waiting: OrderedDict[Ticket, None] = OrderedDict()
+
+    @property
+    def first(self) -> Ticket:
+        return next(iter(self.waiting))
+
+    def due(self) -> int:
+        """The lowest goes next: what this key will have taken with its next request."""
+        return self.paid + self.first.weight
 
 
 class LaneState:
@@ -106,9 +148,9 @@ class LaneState:
         self.lends_at = -math.inf
         self.share = lane.weight
         self.paid = 0.0  # for slots taken as its share, each at a price of 1 / share
-        # Ordered dicts: a plain one takes ever longer to find its first entry while older ones leave.
         self.waiting: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
-        self.turns: OrderedDict[str, OrderedDict[Ticket, None]] = OrderedDict()  # the same by key, the next key first
+        self.turns: OrderedDict[str, Turn] = OrderedDict()  # the same by key, the key that had its turn last at the end
+        self._paid_by_keys = 0  # by the key that went last: one that comes now was away, and starts from here
 
     @property
     def queued(self) -> int:
@@ -127,32 +169,43 @@ class LaneState:
     def head(self, now: float) -> tuple[tuple[int, float], Ticket]:
         """The rank of the request to go next among those of the other lanes, lowest first, and the request."""
         oldest = next(iter(self.waiting))
+        first = oldest if len(self.turns) == 1 else min(self.turns.values(), key=Turn.due).first
         if now >= oldest._overdue_at:
-            return (PROMOTED, oldest._overdue_at), oldest
-        first = next(iter(next(iter(self.turns.values()))))
+            return (PROMOTED, oldest._overdue_at), first
         # Lanes compete for slots of their floors only while these come back from a loan: then by age.
         return ((IN_FLOOR, first.arrived) if first.weight <= self.kept(now) else (BY_SHARE, self.paid)), first
 
     def changes_at(self) -> float:
-        """When time alone changes what may go: the floor is lent, or the oldest goes before the next key."""
-        if self.waiting:
-            return next(iter(self.waiting))._overdue_at if len(self.turns) > 1 else math.inf
-        return self.lends_at if self.in_flight < self.floor else math.inf
+        """When time alone changes what may go: the floor is lent."""
+        return self.lends_at if not self.waiting and self.in_flight < self.floor else math.inf
+
+    def ahead(self, key: str, weight: int) -> int:
+        """Slots that go before a request of this key and weight that comes now."""
+        own = self.turns[key].queued_weight if key in self.turns else 0
+        others = [min(turn.queued_weight, own + weight) for name, turn in self.turns.items() if name != key]
+        return own + sum(others)
 
     def join(self, ticket: Ticket) -> None:
         self.waiting[ticket] = None
-        self.turns.setdefault(ticket.key, OrderedDict())[ticket] = None
+        turn = self.turns.get(ticket.key)
+        if turn is None:
+            turn = self.turns[ticket.key] = Turn(self._paid_by_keys)
+        turn.waiting[ticket] = None
+        turn.queued_weight += ticket.weight
         self.queued_weight += ticket.weight
 
     def leave(self, ticket: Ticket) -> None:
         del self.waiting[ticket]
         self.queued_weight -= ticket.weight
-        same_key = self.turns[ticket.key]
-        del same_key[ticket]
-        if not same_key:
-            del self.turns[ticket.key]
-        elif ticket.admitted:
+        turn = self.turns[ticket.key]
+        del turn.waiting[ticket]
+        turn.queued_weight -= ticket.weight
+        if ticket.admitted:
+            turn.paid += ticket.weight
+            self._paid_by_keys = max(self._paid_by_keys, turn.paid)
             self.turns.move_to_end(ticket.key)
+        if not turn.waiting:
+            del self.turns[ticket.key]
 
 
 class Gate:
@@ -206,8 +259,12 @@ class Gate:
         """The most slots that one request of this lane takes: all but the other lanes' floors."""
         return self.lanes[lane].max_weight
 
-    def enter(self, lane: str, weight: int = 1, key: str = "") -> Ticket:
+    def enter(
+        self, lane: str, weight: int = 1, key: str = "", on_displaced: Callable[[], object] = lambda: None
+    ) -> Ticket:
         """Admit a request or let it wait. A weight above `max_weight(lane)` counts as that, one below 1 as 1.
+
+        `on_displaced` is called in the moment in which another key's request takes its place in the queue.
 
         Raises:
             GateFull: it can neither start nor wait. Its lane has had an arrival nevertheless, and keeps its floor.
@@ -216,7 +273,7 @@ class Gate:
         home = self.lanes[lane]
         now = self._clock.time()
         home.lends_at = now + LEND_AFTER_S
-        ticket = Ticket(home, max(1, min(weight, home.max_weight)), key, now)
+        ticket = Ticket(home, max(1, min(weight, home.max_weight)), key, now, on_displaced)
         # Mostly nobody waits, and this spares the queue's bookkeeping.
         if not self.queued and ticket.weight <= home.room(now, *self._free(now)):
             self._admit(ticket, now)
@@ -224,10 +281,33 @@ class Gate:
         home.join(ticket)
         self._hand_out(now)
         if not ticket.admitted and (home.queued > home.max_queued or self.queued > self.max_queue):
-            bound = "lane" if home.queued > home.max_queued else "queue"
-            self.release(ticket)
-            raise GateFull(bound)
+            bound, full = ("lane", [home]) if home.queued > home.max_queued else ("queue", self._lanes)
+            if not self._displace(full, _waiting(full)[key]):
+                self.release(ticket)
+                raise GateFull(bound)
         return ticket
+
+    def displace(self, count: int) -> bool:
+        """Refuse the newest request of the key that has most waiting, if these are more than `count`; whether it was.
+
+        For a request that finds no room, of a key that has `count` with it.
+        """
+        return self._displace(self._lanes, count)
+
+    def _displace(self, lanes: Sequence[LaneState], count: int) -> bool:
+        [(key, most)] = _waiting(lanes).most_common(1) or [("", 0)]
+        if most <= count:
+            return False
+        newest = max(
+            (next(reversed(lane.turns[key].waiting)) for lane in lanes if key in lane.turns),
+            key=attrgetter("arrived"),
+        )
+        newest._displaced = True
+        self.release(newest)
+        if newest._awaited is not None and not newest._awaited.done():
+            newest._awaited.set_result(None)
+        newest._on_displaced()
+        return True
 
     def release(self, ticket: Ticket) -> None:
         """End a claim, whatever became of it: its slots are handed on, or it no longer waits. Again: no effect."""
@@ -268,22 +348,23 @@ class Gate:
 
     def _hand_out(self, now: float) -> None:
         """Admit waiting requests until none may go."""
-        while ticket := self._next(now):
+        while found := self._next(now):
+            rank, ticket = found
             self._admit(ticket, now)
             ticket._home.leave(ticket)
-            if now < ticket._overdue_at:
+            if rank != PROMOTED:
                 self._charge(ticket._home, ticket.weight)
         self._set_timer(now)
 
-    def _next(self, now: float) -> Ticket | None:
-        """The waiting request that may go now, if there is one."""
+    def _next(self, now: float) -> tuple[int, Ticket] | None:
+        """The waiting request that may go now, if there is one, and its rank."""
         free, unkept = self._free(now)
         if not free:
             return None
         heads = [lane.head(now) for lane in self._lanes if lane.waiting]
         for (rank, _), ticket in sorted(heads, key=itemgetter(0)):
             if ticket.weight <= ticket._home.room(now, free, unkept):
-                return ticket
+                return rank, ticket
             if rank == PROMOTED:
                 unkept = 0  # all kept for this one
         return None
@@ -309,3 +390,12 @@ class Gate:
         self._timer = None
         self._timer_at = math.inf
         self._hand_out(self._clock.time())
+
+
+def _waiting(lanes: Iterable[LaneState]) -> Counter[str]:
+    """How many requests of each key wait in these lanes."""
+    waiting: Counter[str] = Counter()
+    for lane in lanes:
+        for key, turn in lane.turns.items():
+            waiting[key] += len(turn.waiting)
+    return waiting

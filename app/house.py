@@ -1,5 +1,6 @@
 """The house: everyone uploading, queued or running, and the bytes of their bodies. Counted before any body is read."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from app.errors import DRAINING, QUEUE_FULL, TOO_LARGE, Refused
@@ -47,6 +48,7 @@ class House:
         self.max_body_bytes = max_body_bytes
         self.max_held_bytes = max_held_bytes
         self.guests = 0
+        self._by_key: Counter[str] = Counter()
         self.held_bytes = 0
         self.draining = False
 
@@ -55,20 +57,29 @@ class House:
         if self.draining:
             raise Refused(DRAINING, "The server is shutting down; send the request to another one.")
 
-    def enter(self, content_length: int, retry_after_s: Callable[[], int]) -> Guest:
+    def enter(
+        self,
+        content_length: int,
+        retry_after_s: Callable[[], int],
+        key: str = "",
+        displace: Callable[[int], bool] = lambda _: False,
+    ) -> Guest:
         """Take a place; `content_length` is 0 for a body that comes in chunks. `retry_after_s` is for a refusal.
+
+        When all places are taken, `displace` may free one; it is told how many this key would have with this one.
 
         Raises:
             Refused: `request_too_large`, or `queue_full` when places or bytes are used up.
         """
         self._check_size(content_length)
-        if self.guests >= self.max_guests:
+        if self.guests >= self.max_guests and not displace(self._by_key[key] + 1):
             message = f"The server is full: {self.guests} requests are in it. Retry later."
             raise Refused(QUEUE_FULL, message, retry_after_s=retry_after_s())
         self.check_bytes(content_length, already=0, retry_after_s=retry_after_s)
         self.guests += 1
+        self._by_key[key] += 1
         self.held_bytes += content_length
-        return Guest(self, content_length, self._left)
+        return Guest(self, content_length, lambda: self._left(key))
 
     def visit(self, content_length: int) -> Guest:
         """Hold bytes without taking a place.
@@ -91,5 +102,6 @@ class House:
         if held > self.max_body_bytes:
             raise Refused(TOO_LARGE, f"The body is larger than the {self.max_body_bytes} bytes allowed here.")
 
-    def _left(self) -> None:
+    def _left(self, key: str) -> None:
         self.guests -= 1
+        self._by_key[key] -= 1

@@ -84,10 +84,10 @@ class Pace:
             return 1.0
         return min(RELATIVE[1], max(RELATIVE[0], work / means[1]))
 
-    def wait_s(self, lane: str, load: LaneLoad) -> float | None:
-        """Expected wait behind the lane's present queue; None while too little is known."""
+    def wait_s(self, lane: str, load: LaneLoad, ahead: int) -> float | None:
+        """Expected wait while the lane hands out `ahead` slots; None while too little is known."""
         service = self.service_s(lane)
-        return None if service is None else load.queued_weight * service / max(1, load.in_flight)
+        return None if service is None else ahead * service / max(1, load.in_flight)
 
     def retry_after_s(self, lane: str | None, loads: Mapping[str, LaneLoad], *, whole_queue: bool = False) -> int:
         """Whole seconds until the queue has room for one more, or (`whole_queue`) until it is worked off.

@@ -211,34 +211,127 @@ class TestOrderWithinALane:
         gate.release(waiting.pop(2))
         assert "".join(ticket.key for ticket in order_of_starts(gate, running, waiting)) == "abcac"
 
-    def test_an_overdue_request_goes_before_the_client_whose_turn_it_is_and_that_was_its_own_clients_turn(self) -> None:
+    def test_a_client_whose_long_queue_is_overdue_still_takes_turns_with_others(self) -> None:
         clock = VirtualClock()
-        gate = Gate([lane(max_wait_s=10)], limit=1, max_queue=20, clock=clock)
+        gate = Gate([lane(max_wait_s=10), lane("other", weight=1000)], limit=1, max_queue=99, clock=clock)
         [running] = fill(gate, "only", 1)
-        waiting = queue(gate, "only", "aa")
-        clock.advance(9)
-        waiting += queue(gate, "only", "bba")
-        gate.release(running)  # a's first; it would be b's turn now
-        clock.advance(1)
-        assert started(waiting) == [0]
-        order = order_of_starts(gate, waiting[0], waiting[1:])
-        assert [waiting.index(ticket) for ticket in order] == [1, 2, 4, 3]
+        waiting = queue(gate, "only", "a" * 20)
+        clock.advance(60)
+        waiting += queue(gate, "only", "bbb")
+        elsewhere = queue(gate, "other")
+        assert "".join(ticket.key for ticket in order_of_starts(gate, running, waiting)) == "ababab" + "a" * 17
+        assert not elsewhere[0].admitted, "the lane was overdue, and this came later"
 
-    def test_an_overdue_request_starts_in_free_slots_that_are_too_few_for_the_client_whose_turn_it_is(self) -> None:
+    def test_turns_are_counted_in_slots_so_that_heavy_requests_get_no_more(self) -> None:
+        gate = Gate([lane()], limit=4, max_queue=99, clock=VirtualClock())
+        [running] = fill(gate, "only", 1, weight=4)
+        heavy, light = queue(gate, "only", "h" * 5, weight=4), queue(gate, "only", "l" * 20)
+        order = []
+        while gate.queued:
+            gate.release(running)
+            started = [ticket for ticket in heavy + light if ticket.admitted and ticket not in order]
+            order += started
+            for running in started[:-1]:
+                gate.release(running)
+            [*_, running] = started
+        slots = Counter({ticket.key: 0 for ticket in order})
+        for ticket in order:
+            slots[ticket.key] += ticket.weight
+            assert abs(slots["h"] - slots["l"]) <= 4
+        assert slots == {"h": 20, "l": 20}
+
+    def test_a_client_that_was_away_has_saved_nothing_up(self) -> None:
+        gate = Gate([lane()], limit=1, max_queue=99, clock=VirtualClock())
+        [running] = fill(gate, "only", 1)
+        early = queue(gate, "only", "a" * 30)
+        for ticket in early[:20]:
+            gate.release(running)
+            running = ticket
+        late = queue(gate, "only", "bbb")
+        order = order_of_starts(gate, running, early[20:] + late)
+        assert "".join(ticket.key for ticket in order) == "ababab" + "a" * 7
+
+
+class TestRoomForOthers:
+    """A client with many requests does not keep the queue full for itself."""
+
+    def test_a_client_that_fills_the_queue_gives_way_until_both_have_as_much(self) -> None:
+        gate = Gate([lane()], limit=1, max_queue=6, clock=VirtualClock())
+        fill(gate, "only", 1)
+        greedy = queue(gate, "only", "g" * 6)
+        polite = queue(gate, "only", "ppp")
+        assert Counter(ticket.key for ticket in gate.lanes["only"].waiting) == {"g": 3, "p": 3}
+        assert list(gate.lanes["only"].waiting) == greedy[:3] + polite
+        for key in "gp":
+            with pytest.raises(GateFull):
+                gate.enter("only", key=key)
+        assert gate.queued == 6
+
+    async def test_who_gives_way_is_told_so_and_leaves_nothing(self) -> None:
+        gate = Gate([lane()], limit=1, max_queue=2, clock=VirtualClock())
+        [running] = fill(gate, "only", 1)
+        told: list[str] = []
+        kept, displaced = (gate.enter("only", key="g", on_displaced=lambda: told.append("g")) for _ in range(2))
+        waits = asyncio.create_task(displaced.wait())
+        await asyncio.sleep(0)
+        [newcomer] = queue(gate, "only", "p")
+        assert told == ["g"]
+        with pytest.raises(GateFull):
+            await waits
+        with pytest.raises(GateFull):
+            await displaced.wait()
+        gate.release(displaced)
+        assert (gate.queued, gate.in_flight) == (2, 1)
+        for ticket in (running, kept, newcomer):
+            gate.release(ticket)
+        assert (gate.queued, gate.in_flight, displaced.admitted) == (0, 0, False)
+
+    async def test_giving_way_in_the_tick_of_a_cancellation_leaves_nothing(self) -> None:
+        gate = Gate([lane()], limit=1, max_queue=2, clock=VirtualClock())
+        fill(gate, "only", 1)
+        _, displaced = queue(gate, "only", "gg")
+        waits = asyncio.create_task(displaced.wait())
+        await asyncio.sleep(0)
+        waits.cancel()
+        queue(gate, "only", "p")
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        gate.release(displaced)
+        assert gate.queued == 2
+
+    def test_in_a_full_lane_only_its_own_requests_give_way(self) -> None:
+        gate = Gate([lane("a", queue=0.25), lane("b")], limit=1, max_queue=8, clock=VirtualClock())
+        fill(gate, "a", 1)
+        elsewhere, here = queue(gate, "b", "g" * 6), queue(gate, "a", "gg")
+        queue(gate, "a", "p")
+        assert list(gate.lanes["b"].waiting) == elsewhere
+        assert here[1] not in gate.lanes["a"].waiting
+
+    def test_in_a_full_queue_the_newest_of_any_lane_gives_way(self) -> None:
         clock = VirtualClock()
-        gate = Gate([lane(max_wait_s=10)], limit=4, max_queue=20, clock=clock)
-        running = fill(gate, "only", 4)
-        first = queue(gate, "only", "aa")
-        clock.advance(5)
-        [heavy] = queue(gate, "only", "b", weight=4)
-        gate.release(running[0])
-        gate.release(running[1])
-        assert started(first) == [0]
-        clock.advance(4.9)
-        assert started(first) == [0]
-        clock.advance(0.1)  # nothing happens but this
-        assert started(first) == [0, 1]
-        assert not heavy.admitted
+        gate = Gate([lane("a"), lane("b")], limit=1, max_queue=3, clock=clock)
+        fill(gate, "a", 1)
+        for name in "aba":
+            clock.advance(1)
+            queue(gate, name, "g")
+        queue(gate, "b", "p")
+        assert (gate.lanes["a"].queued, gate.lanes["b"].queued) == (1, 2)
+
+    def test_one_client_alone_is_refused_when_the_queue_is_full(self) -> None:
+        gate = Gate([lane()], limit=1, max_queue=2, clock=VirtualClock())
+        fill(gate, "only", 1)
+        queue(gate, "only", "gg")
+        assert not gate.displace(3)
+        with pytest.raises(GateFull):
+            gate.enter("only", key="g")
+
+    def test_what_a_client_has_to_wait_for_is_its_own_and_as_much_of_each_other(self) -> None:
+        gate = Gate([lane()], limit=4, max_queue=99, clock=VirtualClock())
+        fill(gate, "only", 4)
+        queue(gate, "only", "g" * 20)
+        queue(gate, "only", "pp", weight=2)
+        view = gate.lanes["only"]
+        assert (view.ahead("g", 1), view.ahead("p", 2), view.ahead("new", 1)) == (24, 10, 2)
 
 
 class TestFloors:
@@ -582,20 +675,6 @@ class TestTimers:
         clock.advance(3600)
         assert clock.fired <= 3
         assert not clock.timers
-
-    def test_a_moment_that_comes_before_the_one_already_set_is_not_missed(self) -> None:
-        clock = VirtualClock()
-        gate = Gate([lane("a", floor=0.25), lane("b", max_wait_s=2)], limit=4, max_queue=9, clock=clock)
-        gate.release(gate.enter("a"))
-        running = fill(gate, "b", 3)
-        first, second = queue(gate, "b", "kk")  # a's floor is lent in 10 s; until then the timer could sleep
-        clock.advance(1)
-        [heavy] = queue(gate, "b", "h", weight=3)
-        gate.release(running[0])
-        gate.release(running[1])
-        assert (first.admitted, second.admitted) == (True, False)
-        clock.advance(1)
-        assert (second.admitted, heavy.admitted) == (True, False)
 
     def test_the_last_one_to_leave_the_queue_takes_the_timer_along(self) -> None:
         clock = VirtualClock()

@@ -8,9 +8,11 @@ More examples than a usual run takes: `GATE_EXAMPLES=20000 python -m pytest test
 """
 
 import asyncio
+import contextlib
 import math
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -46,7 +48,10 @@ class Model:
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     last_arrival: dict[str, float] = field(default_factory=dict)
-    turns: dict[str, list[str]] = field(default_factory=dict)
+    turns: dict[str, dict[str, int]] = field(
+        default_factory=dict
+    )  # slots by key, the last that had its turn at the end
+    level: dict[str, int] = field(default_factory=dict)  # what keys that come anew start with
 
     def floor(self, lane: str) -> int:
         return self.lanes[lane].floor_slots(self.limit)
@@ -80,13 +85,15 @@ class Model:
 
     def promoted(self, now: float) -> list[Request]:
         oldest = [waiting[0] for lane in self.lanes if (waiting := self.waiting_in(lane))]
-        return sorted((one for one in oldest if now >= self.overdue_at(one)), key=self.overdue_at)
+        overdue = sorted((one for one in oldest if now >= self.overdue_at(one)), key=self.overdue_at)
+        return [self.head(one.lane) for one in overdue]
 
-    def head(self, lane: str, now: float) -> Request:
-        waiting = self.waiting_in(lane)
-        if now >= self.overdue_at(waiting[0]):
-            return waiting[0]
-        return next(request for request in waiting if request.key == self.turns[lane][0])
+    def head(self, lane: str) -> Request:
+        """The next of the key that will have had the fewest slots after it."""
+        first: dict[str, Request] = {}
+        for request in self.waiting_in(lane):
+            first.setdefault(request.key, request)
+        return first[min(self.turns[lane], key=lambda key: self.turns[lane][key] + first[key].weight)]
 
     def may_go(self, now: float) -> list[Request]:
         """Any of these is right: the lanes' shares, which choose among them, are tested by counting."""
@@ -95,24 +102,22 @@ class Model:
             if self.fits(promoted, now, in_floor_only=slots_are_kept):
                 return [promoted]
             slots_are_kept = True
-        heads = [self.head(lane, now) for lane in self.lanes if self.waiting_in(lane)]
+        heads = [self.head(lane) for lane in self.lanes if self.waiting_in(lane)]
         return [head for head in heads if self.fits(head, now, in_floor_only=slots_are_kept)]
 
     def arrive(self, request: Request) -> None:
         self.last_arrival[request.lane] = request.arrived
         self.waiting.append(request)
-        turns = self.turns.setdefault(request.lane, [])
-        if request.key not in turns:
-            turns.append(request.key)
+        self.turns.setdefault(request.lane, {}).setdefault(request.key, self.level.get(request.lane, 0))
 
     def leave_queue(self, request: Request, *, had_its_turn: bool) -> None:
         self.waiting.remove(request)
         turns = self.turns[request.lane]
+        if had_its_turn:
+            turns[request.key] = turns.pop(request.key) + request.weight
+            self.level[request.lane] = max(self.level.get(request.lane, 0), turns[request.key])
         if not any(other.key == request.key for other in self.waiting_in(request.lane)):
-            turns.remove(request.key)
-        elif had_its_turn:
-            turns.remove(request.key)
-            turns.append(request.key)
+            del turns[request.key]
 
 
 class WatchedGate(Gate):
@@ -158,6 +163,7 @@ class GateMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.clock = VirtualClock()
         self.requests: dict[Ticket, Request] = {}
+        self.newcomer: Request | None = None  # while it comes
         self.gate: WatchedGate
         self.model: Model
 
@@ -177,8 +183,9 @@ class GateMachine(RuleBasedStateMachine):
 
     async def client(self, ticket: Ticket, request: Request) -> None:
         try:
-            await ticket.wait()
-            await request.done.wait()
+            with contextlib.suppress(GateFull):  # another key's request took its place
+                await ticket.wait()
+                await request.done.wait()
         finally:
             self.gate.release(ticket)
 
@@ -203,8 +210,21 @@ class GateMachine(RuleBasedStateMachine):
             if request in self.model.running:
                 self.model.running.remove(request)
             elif request in self.model.waiting:
+                if self.newcomer is not None:
+                    self.check_who_found_no_room(request, self.newcomer)
                 self.model.leave_queue(request, had_its_turn=False)
         assert not self.model.may_go(self.clock.now), "it waits, although it may go"
+
+    def check_who_found_no_room(self, refused: Request, newcomer: Request) -> None:
+        """It is the newest of the key that has most in what is full, and the newcomer where nobody has more."""
+        present = self.model.waiting_in(newcomer.lane)
+        if len(present) <= math.ceil(self.model.lanes[newcomer.lane].queue * self.gate.max_queue):
+            present = self.model.waiting
+            assert len(present) > self.gate.max_queue
+        counts = Counter(request.key for request in present)
+        assert counts[refused.key] == max(counts.values())
+        assert refused is newcomer or counts[refused.key] > counts[newcomer.key]
+        assert refused is [request for request in present if request.key == refused.key][-1]
 
     @rule(lane=st.integers(0, 2), burst=bursts)
     def arrive(self, lane: int, burst: list[tuple[int, str]]) -> None:
@@ -225,6 +245,7 @@ class GateMachine(RuleBasedStateMachine):
     def come(self, lane: str, weight: int, key: str) -> None:
         request = Request(lane, min(weight, self.model.most(lane)), key, self.clock.now)
         self.model.arrive(request)
+        self.newcomer = request
         try:
             ticket = self.gate.enter(lane, weight, key)
         except GateFull as refusal:
@@ -235,10 +256,12 @@ class GateMachine(RuleBasedStateMachine):
             places = math.ceil(self.model.lanes[lane].queue * self.gate.max_queue)
             assert bound == ("lane" if len(self.model.waiting_in(lane)) == places else "queue")
             assert bound == "lane" or len(self.model.waiting) == self.gate.max_queue
+            self.newcomer = None
             return
         assert (ticket.lane, ticket.weight, ticket.key, ticket.arrived) == (lane, request.weight, key, request.arrived)
         self.requests[ticket] = request
         self.check_events()
+        self.newcomer = None
         request.task = self.loop.create_task(self.client(ticket, request))
         self.settle()
 

@@ -35,6 +35,22 @@ def test_a_full_house_refuses_and_says_when_to_come_back() -> None:
     assert full.guests == 2
 
 
+def test_a_full_house_lets_a_client_in_for_whom_another_gives_way() -> None:
+    full, asked = house(guests=3), list[int]()
+    guests = [full.enter(0, soon, key) for key in "ggp"]
+
+    def displace(count: int) -> bool:
+        asked.append(count)
+        guests[1].leave()
+        return True
+
+    full.enter(0, soon, "p", displace)
+    assert (asked, full.guests) == ([2], 3)
+    guests[1].leave()
+    assert full.guests == 3
+    assert refusal(lambda: full.enter(0, soon, "p", lambda _: False)).kind is QUEUE_FULL
+
+
 @pytest.mark.parametrize(("size", "kind"), [(100, None), (101, TOO_LARGE), (10**30, TOO_LARGE)])
 def test_a_declared_body_is_measured_before_it_is_read(size: int, kind: Kind | None) -> None:
     rooms = house()

@@ -34,13 +34,13 @@ def pace(clock: VirtualClock | None = None, **service_s: Sequence[float]) -> Pac
     ],
 )
 def test_the_wait_is_the_queue_over_the_rate_at_which_slots_come_free(load: Load, wait_s: float) -> None:
-    assert pace(a=[1, 2, 3, 2, 2]).wait_s("a", load) == wait_s
+    assert pace(a=[1, 2, 3, 2, 2]).wait_s("a", load, load.queued_weight) == wait_s
 
 
 def test_with_fewer_than_five_completions_nothing_is_known() -> None:
     little = pace(a=[100] * 4)
     assert little.service_s("a") is None
-    assert little.wait_s("a", Load(1, 100)) is None
+    assert little.wait_s("a", Load(1), 100) is None
     assert little.retry_after_s("a", {"a": Load(1, 100), "b": Load(1, 100)}) == 1
 
 
