@@ -1,6 +1,6 @@
 # Everything that a person or CI calls. What each target does is in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fast test overload loadtest report bench chaos format lint lock clean
+.PHONY: help setup serve fast test overload loadtest report bench chaos torture soak format lint lock clean
 
 BIN := .venv/bin
 # Three processes of the engine import thousands of modules each: compile them once, not at every start.
@@ -40,6 +40,12 @@ bench: ## what the gateway costs for each event and call, beside nginx and other
 
 chaos: ## kill and stop the engine under load, and count what became of every request [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.chaos $(ARGS)
+
+torture: ## clients and an engine that misbehave, 100,000 calls on the gateway: what is left over [ARGS=--help]
+	@bash scripts/setup.sh gateway dev && exec $(BIN)/python -m loadtest.torture $(ARGS)
+
+soak: ## half an hour of more than the engine can take: does anything drift or not add up? [ARGS=--help]
+	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.soak $(ARGS)
 
 format: ## format the code and sort its imports
 	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .

@@ -31,6 +31,7 @@ class ClientConnection(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn lets the timer run on after a reset, and hold the connection
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle

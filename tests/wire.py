@@ -98,7 +98,7 @@ class Wire:
         """One chunk (an empty one ends the body)."""
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
-    async def read_head(self, within: float = PATIENCE_S) -> tuple[int, dict[str, str]]:
+    async def read_head(self, within: float | None = PATIENCE_S) -> tuple[int, dict[str, str]]:
         """Status and headers of the next response; informational ones come as they are.
 
         Raises:
@@ -112,7 +112,7 @@ class Wire:
         pairs = (line.split(":", 1) for line in lines[1:] if line)
         return int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in pairs}
 
-    async def pieces(self, headers: Mapping[str, str], within: float = PATIENCE_S) -> AsyncIterator[bytes]:
+    async def pieces(self, headers: Mapping[str, str], within: float | None = PATIENCE_S) -> AsyncIterator[bytes]:
         """The body's chunks as they arrive.
 
         Raises:
@@ -137,7 +137,7 @@ class Wire:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise Cut(repr(error)) from error
 
-    async def answer(self, within: float = PATIENCE_S) -> Answer:
+    async def answer(self, within: float | None = PATIENCE_S) -> Answer:
         """The next final response, whole or as far as it came."""
         status, headers = await self.read_head(within)
         while status < 200:
@@ -151,7 +151,7 @@ class Wire:
             return Answer(status, headers, bytes(body), False)
         return Answer(status, headers, bytes(body), True)
 
-    async def ended(self, within: float = PATIENCE_S) -> bool:
+    async def ended(self, within: float | None = PATIENCE_S) -> bool:
         """Whether the other side closes (by end of file or reset) without another byte."""
         try:
             return await asyncio.wait_for(self.reader.read(1), within) == b""

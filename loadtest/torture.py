@@ -1,0 +1,356 @@
+"""Calls as in the field, ten times as many at once as there are slots, to an engine that dies and stands still.
+
+    make torture [ARGS=--help]
+
+The gateway is a process of its own, and so is the stand-in engine behind it (`tests.fake_engine`), which is killed,
+stopped, made to hang and cut off at random moments. Each call comes from a socket of its own: three in ten leave at a
+random moment (half of these by a reset), some read slowly, some send slowly, and what the engine does to a call is
+drawn too. Calls and troubles come from the seed, which is printed; what the machine makes of them differs.
+
+At the end everybody is gone, and the gateway must look as it did before. The exit code is 1 if a client got no end that
+it can tell from success, if a call reached the engine twice or was whole only for its client, if slots, bytes,
+descriptors, tasks or objects are left, if memory grows, if counters do not add up, or if the engine was told of fewer
+or more ends than the gateway says.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+
+from app.connection import LINGER_S
+from loadtest.chaos import GAUGES
+from loadtest.observed_gateway import ObservedGateway
+from loadtest.report import aligned, facts, progress, write_json
+from loadtest.runs import allow_many_connections
+from loadtest.slope import Slope, slope
+from loadtest.torture_calls import DEADLINE_S, DEFECTS, KEYS, Call, draw, endless, leave_in_answer, play
+from tests.harness import FakeEngine, wait_until
+
+CLIENTS_A_SLOT: Final = 10
+WARM_CALLS: Final = 200
+ENDS_A_SLOT: Final = 20  # calls in the count of ends at the end, for each slot
+TELL_S: Final = 10.0
+SAMPLE_S: Final = 1.0
+REST_S: Final = 30.0
+ENDS_S: Final = 300.0  # for the count of ends
+SETTLED: Final = 0.2  # of the run, after which memory is looked at
+LEAK_BYTES: Final = 64.0  # a call: less than the smallest object of a call that could be left
+TROUBLES: Final = ("kill", "stop", "hang", "cut")
+ABORTS: Final = "tidegate_engine_aborts_total"
+REPORT: Final = Path("reports", "torture.json")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been seen so far."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    by_manner: dict[str, Counter[str]] = field(default_factory=dict)
+    statuses: Counter[int] = field(default_factory=Counter)
+    words: dict[str, str] = field(default_factory=dict)  # how each call ended, by its id
+    defects: list[str] = field(default_factory=list)
+    troubles: Counter[str] = field(default_factory=Counter)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # bytes by calls
+    most_descriptors: int = 0
+    at_engine: Counter[str] = field(default_factory=Counter)  # how requests ended there, over all its lives
+    seen_there: Counter[str] = field(default_factory=Counter)  # ids of calls
+
+    def add(self, call: Call, word: str, status: int) -> None:
+        """One call is over."""
+        self.ends[word] += 1
+        self.by_manner.setdefault(call.manner, Counter())[word] += 1
+        self.statuses[status] += 1
+        self.words[call.id] = word
+        if word in DEFECTS:
+            self.defects.append(f"{word}: {call} status {status}")
+
+    def add_life(self, entries: Iterable[dict[str, Any]]) -> None:
+        """What the engine has to say before it is killed, or at the end."""
+        for entry in entries:
+            name = dict(entry["headers"]).get("x-request-id", "")
+            self.at_engine[entry["outcome"]] += 1
+            self.seen_there[name] += 1
+            if self.seen_there[name] > 1 and name:
+                self.defects.append(f"sent twice: {name}")
+            if self.words.get(name) == "whole" and entry["outcome"] in ("aborted", "faulted"):
+                self.defects.append(f"whole for its client, {entry['outcome']} at the engine: {name}")
+
+    @property
+    def done(self) -> int:
+        return self.ends.total()
+
+
+class Torture:
+    """One run."""
+
+    def __init__(self, seed: int, calls: int, limit: int, every_s: float) -> None:
+        self.seed = seed
+        self.calls = calls
+        self.limit = limit
+        self.every_s = every_s
+        self.tally = Tally()
+        self.engine = FakeEngine(tcp=True)
+        self.gate = ObservedGateway(
+            self.engine,
+            max_in_flight=limit,
+            max_queue=2 * limit,
+            max_wait_s=2,
+            deadline_s=DEADLINE_S,
+            body_s=1,
+            keepalive_s=0.2,
+            stall_s=1,
+            api_keys=",".join(f"{name}:{value}" for name, value in KEYS.items()),
+        )
+
+    def close(self) -> None:
+        self.gate.close()
+        self.engine.close()
+
+    async def run(self) -> dict[str, Any]:
+        """Everything; the figures."""
+        await self._crowd(draw(self.seed + 1, WARM_CALLS), Tally())
+        before = await self._at_rest()
+        self.engine.reset()  # its log
+        began = time.monotonic()
+        sent = await self._torture()
+        took_s = time.monotonic() - began
+        self.tally.add_life(await asyncio.to_thread(self.engine.entries))
+        after = await self._at_rest()
+        self._compare(before, after)
+        metrics = await asyncio.to_thread(self.gate.metrics)
+        arrived, ended = self.gate.stats()["total_requests"], metrics.total("tidegate_requests_total")
+        self._check(arrived == ended, f"{arrived} calls arrived at the gateway, {ended:g} ended")
+        aborts_in_torture = metrics.total(ABORTS)
+        ends = await self._count_ends()
+        self._compare(before, await self._at_rest())
+        self._check(self.gate.running, "the gateway has ended")
+        self._check("Traceback" not in self.gate.log, "a traceback in the gateway's log")
+        growth = self._growth()
+        return {
+            "calls": sent,
+            "took_s": round(took_s, 1),
+            "calls_a_second": round(sent / took_s, 1),
+            "ends": dict(self.tally.ends),
+            "by_manner": {manner: dict(ends) for manner, ends in self.tally.by_manner.items()},
+            "statuses": dict(self.tally.statuses),
+            "troubles": dict(self.tally.troubles),
+            "at_engine": dict(self.tally.at_engine),
+            "aborts_counted_by_gateway": aborts_in_torture,
+            "ends_told": ends,
+            "before": before,
+            "after": after,
+            "most_descriptors": self.tally.most_descriptors,
+            "memory_mib": [round(self.tally.memory[at][1] / 2**20, 1) for at in (0, -1)] if self.tally.memory else [],
+            "memory_bytes_a_call": None if growth is None else [growth.value, growth.error],
+            "defects": self.tally.defects,
+        }
+
+    # the torture
+
+    async def _torture(self) -> int:
+        beside = [asyncio.create_task(work()) for work in (self._trouble, self._sample, self._tell)]
+        try:
+            await self._crowd(draw(self.seed, self.calls), self.tally)
+        finally:
+            for task in beside:
+                task.cancel()
+            results = await asyncio.gather(*beside, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return self.tally.done
+
+    async def _crowd(self, calls: Iterable[Call], tally: Tally) -> None:
+        waiting = iter(calls)
+
+        async def client() -> None:
+            for call in waiting:
+                tally.add(call, *await play(call, self.gate.port))
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS_A_SLOT * self.limit)))
+
+    async def _trouble(self) -> None:
+        """One after the other, for as long as it is let; each is whole, so that none is left at the end."""
+        dice = random.Random(f"{self.seed} troubles")
+        while True:
+            await asyncio.sleep(dice.uniform(0.5, 1.5) * self.every_s)
+            what, length_s = dice.choice(TROUBLES), dice.uniform(0.1, 1.5)
+            doing = asyncio.ensure_future(asyncio.to_thread(self._do, what, length_s))
+            try:
+                await asyncio.shield(doing)
+            except asyncio.CancelledError:
+                await doing
+                raise
+            finally:
+                self.tally.troubles[what] += 1
+
+    def _do(self, what: str, length_s: float) -> None:
+        engine = self.engine
+        match what:
+            case "kill":
+                self.tally.add_life(engine.entries())
+                engine.kill()
+                time.sleep(length_s)
+                engine.start()
+            case "stop":
+                engine.signal(signal.SIGSTOP)
+                time.sleep(length_s)
+                engine.signal(signal.SIGCONT)
+            case "hang":
+                engine.set(hang=True)
+                time.sleep(2 * length_s)
+                engine.set(hang=False)
+            case "cut":
+                engine.cut("reset")
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self.tally.memory.append((self.tally.done, self.gate.memory_bytes()))
+            self.tally.most_descriptors = max(self.tally.most_descriptors, self.gate.descriptors())
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            tally = self.tally
+            progress(
+                f"{tally.done} of {self.calls}, {tally.troubles.total()} troubles, {len(tally.defects)} defects, "
+                f"{self.gate.memory_bytes() / 2**20:.0f} MiB: {_words(tally.ends)}"
+            )
+
+    # the end
+
+    async def _at_rest(self) -> dict[str, Any]:
+        """Wait until nobody is there; what is open and alive then."""
+        return await asyncio.to_thread(self._wait_for_rest)
+
+    def _wait_for_rest(self) -> dict[str, Any]:
+        engine, gate = self.engine, self.gate
+        with contextlib.suppress(AssertionError):  # then it is told as left over
+            wait_until(lambda: not gate.leftovers() and not self._held(), "gauges at 0", within=REST_S)
+            wait_until(lambda: gate.get("/readyz").status_code == 200, "a ready engine", within=REST_S)
+        engine.cut("close", "idle")
+        time.sleep(0.2)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not sum(self._objects().values()), "no objects", within=LINGER_S + 3)
+        counts = engine.counts()
+        return {
+            "gauges": self._held() | gate.leftovers(),
+            "descriptors": gate.descriptors(),
+            "tasks": gate.look()["tasks"],
+            "objects": self._objects(),
+            "at_engine": {name: counts[name] for name in ("running", "queued")},
+        }
+
+    def _objects(self) -> dict[str, int]:
+        seen = self.gate.look()["objects"]
+        return seen | {"EngineConnection": max(0, seen["EngineConnection"] - 1)}  # one is the scrape's
+
+    def _held(self) -> dict[str, float]:
+        metrics = self.gate.metrics()
+        return {gauge: value for gauge in GAUGES if (value := metrics.total(gauge))}
+
+    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        for what in before:
+            self._check(before[what] == after[what], f"{what}: {before[what]} before, {after[what]} after")
+
+    def _check(self, holds: bool, defect: str) -> None:
+        if not holds:
+            self.tally.defects.append(defect)
+
+    async def _count_ends(self) -> dict[str, float]:
+        """Calls that cannot end by themselves, on a calm engine: each end must be told to it, once."""
+        told_before = await asyncio.to_thread(self.gate.metrics)
+        seen_before = self.engine.counts()["aborted"]
+        dice = random.Random(f"{self.seed} ends")
+        manners = [dice.choice(("closes", "resets", "waits")) for _ in range(ENDS_A_SLOT * self.limit)]
+        waiting = iter(enumerate(manners))
+
+        async def client() -> int:
+            began = 0
+            for index, manner in waiting:
+                leaves_s = None if manner == "waits" else dice.uniform(0, 0.05)
+                began += await leave_in_answer(endless(index, manner, leaves_s, 0.5 if leaves_s is None else 3), port)
+            return began
+
+        port = self.gate.port
+        async with asyncio.timeout(ENDS_S):
+            began = sum(await asyncio.gather(*(client() for _ in range(self.limit // 2))))
+        await self._at_rest()
+        metrics = await asyncio.to_thread(self.gate.metrics)
+        told = metrics.total(ABORTS) - told_before.total(ABORTS)
+        seen = self.engine.counts()["aborted"] - seen_before
+        self._check(began == told == seen, f"{began} calls were ended, the gateway says {told:g}, the engine {seen}")
+        by_deadline = metrics.total(ABORTS, cause="deadline") - told_before.total(ABORTS, cause="deadline")
+        return {"ended": began, "told": told, "seen": seen, "by_deadline": by_deadline}
+
+    def _growth(self) -> Slope | None:
+        settled = [(calls, held) for calls, held in self.tally.memory if calls > SETTLED * self.calls]
+        growth = slope(settled)
+        if growth is not None and len(settled) > 20:
+            grows = growth.value - 2 * growth.error > LEAK_BYTES
+            self._check(not grows, f"memory grows by {growth} bytes a call")
+        return growth
+
+
+def _words(ends: Counter[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in ends.most_common())
+
+
+def table(by_manner: dict[str, dict[str, int]]) -> str:
+    """One line for each manner of client."""
+    words = sorted({word for ends in by_manner.values() for word in ends} | set(DEFECTS))
+    lines = [["client", *words]]
+    lines += [[manner, *(str(ends.get(word, 0)) for word in words)] for manner, ends in sorted(by_manner.items())]
+    lines.append(["all", *(str(sum(ends.get(word, 0) for ends in by_manner.values())) for word in words)])
+    return aligned(lines)
+
+
+def torture(seed: int, calls: int, limit: int, every_s: float) -> dict[str, Any]:
+    """A whole run with servers of its own."""
+    one = Torture(seed, calls, limit, every_s)
+    try:
+        return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(one.run())
+    finally:
+        one.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, print, write the report; 1 if there was a defect."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.torture", description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=100_000, help="[%(default)s]")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a new one, printed")
+    parser.add_argument("--limit", type=int, default=16, help="slots; ten times as many clients [%(default)s]")
+    parser.add_argument("--trouble-every", type=float, default=8.0, help="seconds between the engine's [%(default)g]")
+    given = parser.parse_args(argv)
+    allow_many_connections()
+    progress(f"seed {given.seed}: {given.calls} calls, {CLIENTS_A_SLOT * given.limit} at once, {given.limit} slots")
+    found = torture(given.seed, given.calls, given.limit, given.trouble_every)
+    about = facts(argv, "loadtest.torture") | {"seed": given.seed, "limit": given.limit}
+    REPORT.parent.mkdir(exist_ok=True)
+    write_json(REPORT, about | found)
+    print(table(found["by_manner"]))
+    for name in ("took_s", "calls_a_second", "statuses", "troubles", "at_engine", "aborts_counted_by_gateway"):
+        print(f"{name}: {found[name]}")
+    for name in ("ends_told", "before", "after", "most_descriptors", "memory_mib", "memory_bytes_a_call"):
+        print(f"{name}: {found[name]}")
+    for defect in found["defects"][:20]:
+        print(f"DEFECT {defect}")
+    verdict = f"{len(found['defects'])} DEFECTS" if found["defects"] else "all well"
+    print(f"seed {given.seed}: {verdict}; {about['machine']}; {about['at']}")
+    return 1 if found["defects"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

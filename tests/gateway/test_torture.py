@@ -1,0 +1,35 @@
+"""A small run of `make torture`, and what its larger runs have found."""
+
+import asyncio
+
+import pytest
+
+from loadtest.observed_gateway import ObservedGateway
+from loadtest.torture import torture
+from tests.harness import FakeEngine, chat, wait_until
+from tests.wire import CHAT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.timeout(180)
+def test_nothing_is_left_of_clients_and_an_engine_that_misbehave() -> None:
+    found = torture(seed=7, calls=400, limit=4, every_s=0.7)
+    assert not found["defects"]
+    assert sum(found["ends"].values()) == 400
+    assert {"left", "refused", "whole", "engine error"} <= found["ends"].keys()
+    assert found["ends_told"]["told"] > 0
+    assert sum(found["troubles"].values()) > 0
+
+
+async def test_a_connection_that_was_reset_is_forgotten_at_once() -> None:
+    """Its keep-alive timer ran on for 11 minutes, and held it."""
+    with FakeEngine() as engine, ObservedGateway(engine) as gate:
+        for _ in range(5):
+            async with await gate.wire() as wire:
+                await wire.request(CHAT, chat())
+                assert (await wire.answer()).status_code == 200
+                wire.reset()
+        await asyncio.to_thread(
+            wait_until, lambda: not gate.look()["objects"]["ClientConnection"], "the end of all connections"
+        )
