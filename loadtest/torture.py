@@ -38,6 +38,7 @@ from loadtest.torture_calls import DEADLINE_S, DEFECTS, KEYS, Call, draw, endles
 from tests.harness import FakeEngine, wait_until
 
 CLIENTS_A_SLOT: Final = 10
+PAUSE_S: Final = 0.6  # at most, after a refusal
 WARM_CALLS: Final = 200
 ENDS_A_SLOT: Final = 20  # calls in the count of ends at the end, for each slot
 TELL_S: Final = 10.0
@@ -173,19 +174,25 @@ class Torture:
 
     async def _crowd(self, calls: Iterable[Call], tally: Tally) -> None:
         waiting = iter(calls)
+        pauses = random.Random(f"{self.seed} pauses")
 
         async def client() -> None:
             for call in waiting:
-                tally.add(call, *await play(call, self.gate.port))
+                word, status = await play(call, self.gate.port)
+                tally.add(call, word, status)
+                if word == "refused":  # else most calls would be those of clients that don't wait before they come back
+                    await asyncio.sleep(pauses.uniform(0, PAUSE_S))
 
         await asyncio.gather(*(client() for _ in range(CLIENTS_A_SLOT * self.limit)))
 
     async def _trouble(self) -> None:
         """One after the other, for as long as it is let; each is whole, so that none is left at the end."""
         dice = random.Random(f"{self.seed} troubles")
+        deck: list[str] = []
         while True:
             await asyncio.sleep(dice.uniform(0.5, 1.5) * self.every_s)
-            what, length_s = dice.choice(TROUBLES), dice.uniform(0.1, 1.5)
+            deck = deck or dice.sample(TROUBLES, len(TROUBLES))
+            what, length_s = deck.pop(), dice.uniform(0.1, 1.5)
             doing = asyncio.ensure_future(asyncio.to_thread(self._do, what, length_s))
             try:
                 await asyncio.shield(doing)
@@ -332,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--calls", type=int, default=100_000, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a new one, printed")
     parser.add_argument("--limit", type=int, default=16, help="slots; ten times as many clients [%(default)s]")
-    parser.add_argument("--trouble-every", type=float, default=8.0, help="seconds between the engine's [%(default)g]")
+    parser.add_argument("--trouble-every", type=float, default=5.0, help="seconds between the engine's [%(default)g]")
     given = parser.parse_args(argv)
     allow_many_connections()
     progress(f"seed {given.seed}: {given.calls} calls, {CLIENTS_A_SLOT * given.limit} at once, {given.limit} slots")
