@@ -33,7 +33,7 @@ class Lane(BaseModel):
     floor: float = Field(default=0.0, ge=0, le=1)  # share of in-flight slots that no other lane may take
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # share of the other slots when several lanes wait
     queue: float = Field(default=1.0, ge=0, le=1)  # share of MAX_QUEUE that this lane may fill, rounded up
-    max_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)  # after this a waiting request goes first
+    max_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)  # after this its next request goes first
     priority: int = 0  # sent to vLLM; lower is earlier
 
     def floor_slots(self, limit: int) -> int:
