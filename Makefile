@@ -42,7 +42,7 @@ chaos: ## kill and stop the engine under load, and count what became of every re
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.chaos $(ARGS)
 
 torture: ## clients and an engine that misbehave, 100,000 calls on the gateway: what is left over [ARGS=--help]
-	@bash scripts/setup.sh gateway dev && exec $(BIN)/python -m loadtest.torture $(ARGS)
+	@bash scripts/setup.sh gateway && exec $(BIN)/python -m loadtest.torture $(ARGS)
 
 soak: ## half an hour of more than the engine can take: does anything drift or not add up? [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.soak $(ARGS)
