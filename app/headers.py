@@ -9,14 +9,16 @@ _HOP_BY_HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
     b"transfer-encoding upgrade".split()
 )
-# The client's credentials end here; the others are written anew, or would speak in our name.
+# The client's credentials end here; the others are written anew, speak in our name, or choose a part of the engine.
 _NOT_TO_ENGINE: Final = _HOP_BY_HOP.union(
     b"host expect content-length accept-encoding authorization x-api-key cookie forwarded via x-real-ip "
-    b"x-request-id".split()
+    b"x-request-id x-data-parallel-rank".split()
 )
 _NOT_TO_ENGINE_PREFIXES: Final = (b"x-vllm-", b"x-tidegate-", b"x-forwarded-")
-# Those that this server writes itself, and those that tell of the engine's inside.
-_NOT_TO_CLIENT: Final = _HOP_BY_HOP.union(b"date server x-request-id".split())
+# Those that this server writes itself, and those that tell of the engine's inside. The engine's own CORS headers would
+# open to every web page what `TIDEGATE_CORS_ORIGINS` keeps closed.
+_NOT_TO_CLIENT: Final = _HOP_BY_HOP.union(b"date server via x-powered-by x-request-id".split())
+_NOT_TO_CLIENT_PREFIXES: Final = (b"x-vllm-", b"x-tidegate-", b"access-control-")
 
 
 def to_engine(headers: Iterable[tuple[bytes, bytes]], connection: bytes) -> Headers:
@@ -30,7 +32,9 @@ def to_engine(headers: Iterable[tuple[bytes, bytes]], connection: bytes) -> Head
 def to_client(headers: Iterable[tuple[bytes, bytes]], connection: bytes) -> Headers:
     """An answer's headers less what ends here."""
     dropped = _named_too(_NOT_TO_CLIENT, connection)
-    return [(name, value) for name, value in headers if name not in dropped]
+    return [
+        (name, value) for name, value in headers if name not in dropped and not name.startswith(_NOT_TO_CLIENT_PREFIXES)
+    ]
 
 
 def _named_too(dropped: frozenset[bytes], connection: bytes) -> frozenset[bytes]:

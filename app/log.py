@@ -12,6 +12,13 @@ from app.call import Call
 
 LINES_PER_S: Final = 50  # of lines about requests of one outcome; the rest of a second is counted only
 
+NOT_WORTH_A_LINE: Final = (
+    "without completing response",
+    "Invalid HTTP request",
+    "Unsupported upgrade request",
+    "No supported WebSocket library",
+)
+
 _requests = logging.getLogger("tidegate.request")
 
 
@@ -43,14 +50,15 @@ def configure(log_format: str) -> None:
     handler.setFormatter(_Json() if log_format == "json" else console)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # uvicorn reports a broken-off answer as an error of the application; here it is how a client is told. And what is
-    # not HTTP is answered with 400; a line for each would let anybody fill the disk.
+    # uvicorn reports a broken-off answer as an error of the application; here it is how a client is told. What is not
+    # HTTP is answered with 400, and a wish to speak another protocol goes unheard; a line for each would let anybody
+    # fill the disk.
     logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
     text = str(record.msg)
-    return "without completing response" not in text and "Invalid HTTP request" not in text
+    return not any(known in text for known in NOT_WORTH_A_LINE)
 
 
 class RequestLog:

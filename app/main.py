@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from app.gateway import Door, Gateway
@@ -15,6 +15,7 @@ from app.keys import load_keys
 from app.metrics import CONTENT_TYPE
 from app.routes import FORWARDED, OPS, PAGES, Routes
 from app.settings import Settings
+from app.stats import Watch
 from app.status import EngineState, EngineStatus
 
 PAGE: Final = Path(__file__).parent / "page"
@@ -135,7 +136,7 @@ async def stats(request: Request) -> Response:
     if asked.get("watch") != "1":
         return JSONResponse(gateway.stats.snapshot())
     events = gateway.stats.watch(gateway.empty, history=asked.get("history") == "1")
-    return StreamingResponse(events, headers=STREAM_HEADERS, media_type="text/event-stream")
+    return Watch(gateway.stats, events, STREAM_HEADERS)
 
 
 @pages.get("/")

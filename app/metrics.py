@@ -69,6 +69,7 @@ class Metrics:
             buckets=OVERHEAD_SECONDS,
         )
         self._disconnects = self._counter("client_disconnects", "Clients that left early, by phase.", "lane", "phase")
+        self._by_key = self._counter("key_requests", "Gated requests that have ended, by API key.", "key", "outcome")
         self._retries = self._counter("retries", "Requests that say they are a repetition, by which one.", "attempt")
         for lane in (*lanes, NO_LANE):
             for kind in REFUSAL_KINDS:
@@ -118,6 +119,8 @@ class Metrics:
         lane, arrived = call.demand.lane, call.deadline.arrived
         self.outcomes[call.outcome] += 1
         self._requests(lane, call.route.name, call.outcome).inc()
+        if call.key:
+            self._by_key(call.key, call.outcome).inc()
         self._duration(lane, call.outcome).observe(now - arrived)
         if call.admitted_at is not None and call.queued_at is not None:
             self._queue_wait(lane).observe(call.admitted_at - call.queued_at)

@@ -6,21 +6,24 @@ uvicorn by itself closes its listeners at the first signal and ends by re-raisin
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
 
-from app.connection import LINGER_S, ClientConnection
+from app.connection import LINGER_S
+from app.crowd import OPS_CONNECTIONS, BoundedConnection, Crowd, most_connections
 from app.gateway import Gateway
 from app.main import create_app, create_ops_app
-from app.settings import Settings
+from app.settings import Settings, SettingsError
 from app.status import EngineStatus
 
 DRAINED: Final = 0
@@ -57,9 +60,11 @@ class GatewayServer:
 
         Raises:
             PortTaken: a port cannot be had.
+            SettingsError: the certificate or its key cannot be read.
         """
         settings = self._settings
         _raise_descriptor_limit()
+        _check_certificate(settings)
         main = _listen(settings.host, settings.port, "--port or TIDEGATE_PORT")
         self.port = main.getsockname()[1]
         self._sockets.append((self._app, main))
@@ -74,7 +79,7 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        servers = [_server(app) for app, _ in self._sockets]
+        servers = [self._server(app) for app, _ in self._sockets]
         serving = [
             asyncio.create_task(server.serve([sock])) for server, (_, sock) in zip(servers, self._sockets, strict=True)
         ]
@@ -98,6 +103,14 @@ class GatewayServer:
         log.info("%s: %s", signal.Signals(number).name, "ending now" if again else "draining")
         self.stop(now=again)
 
+    def _server(self, app: FastAPI) -> _Server:
+        """The main port bounded by descriptors, with TLS where it is set; the ops port small and plain."""
+        if app is not self._app:
+            return _server(app, OPS_CONNECTIONS)
+        settings = self._settings
+        tls = {"ssl_certfile": settings.tls_cert_file, "ssl_keyfile": settings.tls_key_file}
+        return _server(app, most_connections(settings.max_in_flight), **tls)
+
     async def _drain(self) -> int:
         """Let everything in the house finish within the limit, then end the rest; how many those were."""
         gateway: Gateway = self._app.state.gateway
@@ -115,10 +128,10 @@ class GatewayServer:
         return cut
 
 
-def _server(app: FastAPI) -> _Server:
+def _server(app: FastAPI, most: int, **tls: Any) -> _Server:
     config = uvicorn.Config(
         app,
-        http=ClientConnection,
+        http=functools.partial(BoundedConnection, Crowd(most)),  # type: ignore[arg-type]
         ws="none",
         loop="none",
         lifespan="on",
@@ -130,6 +143,7 @@ def _server(app: FastAPI) -> _Server:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(LINGER_S),
+        **tls,
     )
     return _Server(config)
 
@@ -153,6 +167,14 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         raise PortTaken(f"cannot listen on {host} port {port}: {reason}; {remedy}") from None
     sock.setblocking(False)
     return sock
+
+
+def _check_certificate(settings: Settings) -> None:
+    if settings.tls_cert_file is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert_file, settings.tls_key_file, str)
+        except (OSError, ssl.SSLError) as error:
+            raise SettingsError(f"TIDEGATE_TLS_CERT_FILE, TIDEGATE_TLS_KEY_FILE: {error.strerror or error}") from None
 
 
 def _raise_descriptor_limit() -> None:

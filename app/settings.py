@@ -82,6 +82,8 @@ class Settings(BaseSettings):
     shed_status: Literal[429, 503] = 503
     use_stainless_timeout: bool = False
     cors_origins: str = ""
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
     log_format: Literal["console", "json"] = "console"
     max_restarts: int = Field(default=5, ge=0)
 
@@ -125,6 +127,12 @@ class Settings(BaseSettings):
     def _ports_differ(self) -> Self:
         if self.ops_port and self.ops_port == self.port:
             raise ValueError(f"OPS_PORT: {self.ops_port} is the main port as well; choose another or unset it")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("TLS_CERT_FILE: goes with TLS_KEY_FILE; set both or neither")
         return self
 
     @model_validator(mode="after")

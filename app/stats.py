@@ -3,10 +3,14 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.errors import QUEUE_FULL, Refused
 from app.gate import Gate
 from app.house import House
 from app.metrics import VERSION, Metrics
@@ -15,6 +19,7 @@ from app.recent import Recent
 from app.status import EngineStatus
 
 PERIOD_S: Final = 1.0
+WATCHERS: Final = 100  # at a time; each costs a connection and a frame a second
 HISTORY: Final = 300  # looks that are kept for charts, one each `PERIOD_S`
 
 
@@ -32,6 +37,7 @@ class Stats:
         self._monitor = monitor
         self._status = status
         self._recent = recent
+        self.watchers = 0
         self._frame = b""  # shared by all who watch
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
 
@@ -103,6 +109,24 @@ class Stats:
                 async with asyncio.timeout(PERIOD_S):
                     await over.wait()
             yield _event(self.snapshot()) if over.is_set() else self._frame
+
+
+class Watch(StreamingResponse):
+    """An answer that goes on; only so many at a time."""
+
+    def __init__(self, stats: Stats, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._stats = stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Called by the framework. Raises: Refused: `queue_full`."""
+        if self._stats.watchers >= WATCHERS:
+            raise Refused(QUEUE_FULL, f"{WATCHERS} clients are watching already. Ask without `watch`, or retry later.")
+        self._stats.watchers += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stats.watchers -= 1
 
 
 def _event(value: Any) -> bytes:

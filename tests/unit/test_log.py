@@ -82,6 +82,7 @@ def test_an_exception_is_shown(log_format: str, capsys: pytest.CaptureFixture[st
     [
         ("ASGI callable returned without completing response.", False),
         ("Invalid HTTP request received.", False),
+        ("Unsupported upgrade request.", False),
         (ValueError("an exception as the message"), True),
     ],
 )

@@ -29,6 +29,7 @@ LOOPS = loops()
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 NAMES = {
     "tidegate_requests_total": {"lane", "route", "outcome"},
+    "tidegate_key_requests_total": {"key", "outcome"},
     "tidegate_refusals_total": {"reason", "lane"},
     "tidegate_in_flight": {"lane"},
     "tidegate_in_flight_limit": set(),
@@ -107,6 +108,7 @@ def call(lane: str = "short", outcome: str = "completed", **headers: str) -> Cal
     scope = {"type": "http", "headers": sent, "raw_path": b"/v1/completions"}
     made = Call(scope, nothing, nothing)  # type: ignore[arg-type]
     made.route = next(route for route in FORWARDED if route.name == "/v1/completions")
+    made.key = "somebody"
     made.demand = Demand(lane)
     made.outcome = outcome
     return made

@@ -1,0 +1,209 @@
+"""What must not get in, get out, or fill up, beyond what the tests of routes, bounds and relay show."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.conftest import Start
+from tests.gateway.test_routes import ask
+from tests.harness import FakeEngine, Gateway, body_for, chat, free_port, refused, until
+from tests.wire import CHAT, Cut, Wire
+
+KEYS = "team-a:value-of-a,team-b:value-of-b"
+SPOOFED = {
+    "forwarded": "for=1.2.3.4",
+    "x-forwarded-for": "1.2.3.4",
+    "x-forwarded-host": "evil.example",
+    "x-real-ip": "1.2.3.4",
+    "via": "1.1 me",
+    "cookie": "session=1",
+    "x-data-parallel-rank": "3",
+}
+
+
+async def test_a_key_is_known_by_its_name_everywhere_and_by_its_value_nowhere(gateway: Start) -> None:
+    gate = gateway(fresh=True, api_keys=KEYS, log_format="json")
+    for value in ("value-of-a", "value-of-a", "value-of-b"):
+        assert (await ask(gate, "POST", CHAT, chat(), authorization=f"Bearer {value}")).status_code == 200
+    wrong = await ask(gate, "POST", CHAT, chat(), authorization="Bearer value-of-c")
+    refused(wrong, "invalid_api_key")
+    metrics = gate.metrics()
+    assert metrics.of("tidegate_key_requests_total") == {
+        "tidegate_key_requests_total[('key', 'team-a'), ('outcome', 'completed')]": 2,
+        "tidegate_key_requests_total[('key', 'team-b'), ('outcome', 'completed')]": 1,
+    }
+    await until(lambda: gate.log.count('"key": "team-a"') == 2)
+    shown = [gate.get(path).body.decode() for path in ("/", "/page.js", "/stats", "/metrics", "/readyz")]
+    for text in (*shown, gate.log, wrong.body.decode(), repr(wrong.headers), json.dumps(gate.engine.entries())):
+        assert "value-of-" not in text
+
+
+async def test_forwarding_headers_and_the_choice_of_an_engines_part_end_here(gateway: Start) -> None:
+    gate = gateway()
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, chat(fake={"tag": "h"}), headers=SPOOFED)
+        assert (await wire.answer()).status_code == 200
+    got = {name.lower() for name, _ in gate.engine.entry("h")["headers"]}
+    assert not got & SPOOFED.keys()
+
+
+INSIDE = {
+    "server": "uvicorn",
+    "x-powered-by": "x",
+    "via": "1.1 engine",
+    "x-vllm-worker": "7",
+    "x-tidegate-reason": "queue_full",
+    "access-control-allow-origin": "*",
+    "access-control-allow-credentials": "true",
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_engines_headers_about_its_inside_end_here_and_its_open_cors_does_not_open_the_gateway(
+    gateway: Start, stream: bool
+) -> None:
+    """vLLM allows every origin unless told otherwise."""
+    gate = gateway()
+    body = chat(stream=stream, fake={"headers": INSIDE | {"x-kept": "1"}})
+    answer = await ask(gate, "POST", CHAT, body, origin="https://evil.example")
+    assert answer.status_code == 200
+    assert answer.headers["x-kept"] == "1"
+    assert not answer.headers.keys() & INSIDE.keys()
+
+
+async def test_only_configured_origins_are_allowed_whatever_the_engine_says(gateway: Start) -> None:
+    gate = gateway(cors_origins="https://app.example")
+    body = chat(fake={"headers": INSIDE})
+    good = await ask(gate, "POST", CHAT, body, origin="https://app.example")
+    assert good.headers["access-control-allow-origin"] == "https://app.example"
+    other = await ask(gate, "POST", CHAT, body, origin="https://evil.example")
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_absolute_form_is_the_route_in_it_and_the_engine_gets_the_path_alone(gateway: Start) -> None:
+    gate = gateway(api_keys=KEYS)
+    answer = await ask(gate, "POST", f"http://elsewhere.example{CHAT}?a=1", chat(fake={"tag": "a"}))
+    assert answer.status_code == 200
+    assert gate.engine.entry("a")["target"] == f"{CHAT}?a=1"
+    refused(await ask(gate, "POST", f"http://x{CHAT}", chat(), authorization="Bearer no"), "invalid_api_key")
+    assert gate.engine.counts()["received"] == 1
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+async def test_wish_for_another_protocol_is_not_heard_and_leaves_no_line(gateway: Start, protocol: str) -> None:
+    gate = gateway()
+    headers = {"connection": "upgrade", "upgrade": protocol, "sec-websocket-key": "x", "http2-settings": "AA"}
+    for _ in range(5):
+        async with await gate.wire() as wire:
+            await wire.request("/livez", method="GET", headers=headers)
+            assert (await wire.answer()).status_code == 200
+    assert "pgrade" not in gate.log
+    assert "WebSocket" not in gate.log
+
+
+async def test_those_who_watch_are_bounded_and_one_more_is_told_so(gateway: Start) -> None:
+    gate = gateway(fresh=True)
+    async with contextlib.AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(await gate.wire()) for _ in range(100)]
+        for wire in wires:
+            await wire.request("/stats?watch=1", method="GET")
+            assert (await wire.read_head())[0] == 200
+        refused(gate.get("/stats?watch=1"), "queue_full")
+        assert gate.get("/stats").status_code == 200
+        wires[0].reset()
+        await until(lambda: watches(gate), "a place for one more")
+
+
+def watches(gate: Gateway) -> bool:
+    """Whether one more may watch."""
+    line = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=10)
+    with contextlib.closing(line):
+        line.request("GET", "/stats?watch=1")
+        return line.getresponse().status == 200
+
+
+@pytest.mark.slow
+async def test_idle_connections_never_take_the_descriptors_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = tmp_path / "python"
+    few.write_text(f'#!/bin/sh\nulimit -n 400\nexec {sys.executable} "$@"\n')
+    few.chmod(0o755)
+    with FakeEngine() as engine:
+        monkeypatch.setattr(sys, "executable", str(few))
+        with Gateway(engine) as gate:
+            async with contextlib.AsyncExitStack() as stack:
+                call = await stack.enter_async_context(await gate.wire())
+                idle = [await stack.enter_async_context(await gate.wire()) for _ in range(500)]
+                told = await asyncio.gather(*(end(wire) for wire in idle))
+                assert set(told) == {None, 503}
+                assert told.count(None) == 400 - 64 - 128 - 1, "less the one who calls"
+                await call.request(CHAT, chat())
+                assert (await call.answer()).status_code == 200, "who is in is served"
+            await until(lambda: gate.get("/readyz").status_code == 200, "room after they have left")
+            assert gate.log.count("as many as descriptors allow") == 1
+            assert "Traceback" not in gate.log
+
+
+async def end(wire: Wire) -> int | None:
+    """The status with which a connection was closed; None while it is open."""
+    try:
+        status, headers = await wire.read_head(2)
+    except (TimeoutError, Cut):
+        return None
+    assert headers["x-tidegate-reason"] == "queue_full"
+    assert headers["retry-after"] == "1"
+    return status
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One for 127.0.0.1 that vouches for itself."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("needs openssl, which is not on this machine")
+    return cert, key
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_with_a_certificate_the_main_port_speaks_https(
+    certificate: tuple[Path, Path], fake: FakeEngine, stream: bool
+) -> None:
+    cert, key = certificate
+    trusted = ssl.create_default_context(cafile=str(cert))
+    ops = free_port()
+    with Gateway(fake, tls_cert_file=str(cert), tls_key_file=str(key), ops_port=ops) as gate:
+        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{gate.port}", verify=trusted, timeout=20) as client:
+            body = body_for(CHAT, stream=stream, fake={"events": 3, "gap_ms": 5})
+            answer = await client.post(CHAT, json=body)
+            assert answer.status_code == 200
+            assert (b"data: [DONE]" in answer.content) is stream
+        async with await gate.wire() as wire:
+            await wire.request("/version", method="GET")
+            assert await wire.ended(), "what is not TLS is hung up on"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tls_cert_file": "/nowhere.pem", "tls_key_file": "/nowhere.pem"}, {"tls_cert_file": "/nowhere.pem"}],
+    ids=["no file", "no key"],
+)
+async def test_a_certificate_that_cannot_be_used_stops_the_start(fake: FakeEngine, settings: dict[str, Any]) -> None:
+    with Gateway(fake, wait=None, **settings) as gate:
+        assert await asyncio.to_thread(gate.exit_code) == 2
+        assert "TIDEGATE_TLS_CERT_FILE" in gate.log
+        assert "Traceback" not in gate.log
