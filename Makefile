@@ -1,6 +1,6 @@
 # Everything that a person or CI calls. What each target does is in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fast test overload loadtest report bench chaos torture soak format lint lock clean
+.PHONY: help setup serve fast test overload loadtest report bench chaos torture soak fuzz format lint lock clean
 
 BIN := .venv/bin
 # Three processes of the engine import thousands of modules each: compile them once, not at every start.
@@ -21,7 +21,7 @@ fast: ## format, lint, types and the tests that need no engine
 	@bash scripts/setup.sh gateway dev && exec bash scripts/check.sh fast
 
 test: ## install everything needed, then run every check and every test
-	@bash scripts/setup.sh gateway engine dev checkov loadtest node tools && exec bash scripts/check.sh all
+	@bash scripts/setup.sh gateway engine dev checkov loadtest fuzz node tools && exec bash scripts/check.sh all
 
 overload: ## more requests than the engine can take: vLLM alone, with its own limit, Tidegate [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.overload $(ARGS)
@@ -46,6 +46,9 @@ torture: ## clients and an engine that misbehave, 100,000 calls on the gateway: 
 
 soak: ## half an hour of more than the engine can take: does anything drift or not add up? [ARGS=--help]
 	@bash scripts/setup.sh gateway engine && exec $(BIN)/python -m loadtest.soak $(ARGS)
+
+fuzz: ## 20,000 requests of every wrong kind, and what must never happen counted [ARGS=--help]
+	@bash scripts/setup.sh gateway dev fuzz && exec $(BIN)/python -m loadtest.fuzz $(ARGS)
 
 format: ## format the code and sort its imports
 	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .

@@ -31,6 +31,7 @@ LOCKS: dict[str, list[str]] = {
     "dev": ["pyproject.toml", "--extra=dev"],
     "tools": ["requirements/tools.in"],
     "loadtest": ["pyproject.toml", "--extra=loadtest"],
+    "fuzz": ["pyproject.toml", "--extra=fuzz"],
     # Each in an environment of its own.
     "checkov": ["requirements/checkov.in"],
     **{f"peers/{name}": [f"requirements/peers/{name}.in"] for name in ("litellm", "relay", "smg", "vllm-router")},
@@ -41,6 +42,7 @@ CONSTRAINTS: dict[str, list[str]] = {
     "dev": ["gateway", "engine-cpu", "engine-gpu"],
     "tools": ["gateway", "engine-cpu", "engine-gpu", "dev"],
     "loadtest": ["gateway", "engine-cpu", "engine-gpu", "dev", "tools"],
+    "fuzz": ["gateway", "engine-cpu", "engine-gpu", "dev", "tools", "loadtest"],
 }
 MARKER = re.compile(r" ; (.+?)(?= \\$)", re.MULTILINE)
 

@@ -7,6 +7,7 @@
 #   dev        what the checks and the Python tests need
 #   checkov    the policy check of the manifests, in an environment of its own
 #   loadtest   what the load tests need
+#   fuzz       what the fuzzer needs
 #   node       what the Node tests need, Node.js itself too where there is none
 #   tools      Playwright; and Chromium and Prometheus's tools, if this is Debian and the user is root
 #
@@ -258,11 +259,11 @@ install_part() {
 
 # --- main -----------------------------------------------------------------------------------------------------------
 
-[ $# -gt 0 ] || die "which parts? gateway, engine, dev, checkov, loadtest, node, tools"
+[ $# -gt 0 ] || die "which parts? gateway, engine, dev, checkov, loadtest, fuzz, node, tools"
 for part in "$@"; do
   case $part in
-    gateway | engine | dev | checkov | loadtest | node | tools) ;;
-    *) die "no part is called $part: gateway, engine, dev, checkov, loadtest, node, tools" ;;
+    gateway | engine | dev | checkov | loadtest | fuzz | node | tools) ;;
+    *) die "no part is called $part: gateway, engine, dev, checkov, loadtest, fuzz, node, tools" ;;
   esac
 done
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV CONDA_PREFIX
