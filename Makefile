@@ -1,6 +1,6 @@
 # Everything that a person or CI calls. What each target does is in scripts/.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve fast test overload loadtest report bench chaos torture soak fuzz format lint lock clean
+.PHONY: help setup serve fast test overload loadtest report bench chaos torture soak fuzz audit format lint lock clean
 
 BIN := .venv/bin
 # Three processes of the engine import thousands of modules each: compile them once, not at every start.
@@ -49,6 +49,9 @@ soak: ## half an hour of more than the engine can take: does anything drift or n
 
 fuzz: ## 20,000 requests of every wrong kind, and what must never happen counted [ARGS=--help]
 	@bash scripts/setup.sh gateway dev fuzz && exec $(BIN)/python -m loadtest.fuzz $(ARGS)
+
+audit: ## licences of what is installed, and known vulnerabilities of what is pinned [ARGS=--help]
+	@bash scripts/setup.sh gateway audit && exec $(BIN)/python scripts/audit.py $(ARGS)
 
 format: ## format the code and sort its imports
 	@bash scripts/setup.sh gateway dev && $(BIN)/ruff check --quiet --select I --fix . && exec $(BIN)/ruff format .

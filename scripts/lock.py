@@ -34,6 +34,7 @@ LOCKS: dict[str, list[str]] = {
     "fuzz": ["pyproject.toml", "--extra=fuzz"],
     # Each in an environment of its own.
     "checkov": ["requirements/checkov.in"],
+    "audit": ["requirements/audit.in"],
     **{f"peers/{name}": [f"requirements/peers/{name}.in"] for name in ("litellm", "relay", "smg", "vllm-router")},
 }
 CONSTRAINTS: dict[str, list[str]] = {

@@ -5,6 +5,7 @@
 #   gateway    the gateway and launcher, and the commands `tidegate` and uv
 #   engine     vLLM: the CUDA build where an NVIDIA GPU is present, else the CPU build
 #   dev        what the checks and the Python tests need
+#   audit      what asks for known vulnerabilities, in an environment of its own
 #   checkov    the policy check of the manifests, in an environment of its own
 #   loadtest   what the load tests need
 #   fuzz       what the fuzzer needs
@@ -115,6 +116,7 @@ packages_are_there() {
 installed() { # is this part installed, as its pinned file says today?
   [ -e "$STATE/$1" ] && [ "$(cat "$STATE/$1")" = "$(fingerprint "$1")" ] || return 1
   case $1 in
+    audit) [ -x "$VENV/audit/bin/pip-audit" ] ;;
     checkov) [ -x "$VENV/checkov/bin/checkov" ] ;;
     node) [ -e "$NODE_MODULES/.package-lock.json" ] ;;
     tools) ! may_use_apt || debian_tools_are_there ;;
@@ -216,10 +218,10 @@ install_node() {
   PATH=$VENV/bin:$PATH step "Node packages" npm ci --prefix tests/node --no-audit --no-fund --loglevel=error
 }
 
-install_checkov() {
-  rm -rf "$VENV/checkov"
-  "$PY" -Im venv --without-pip "$VENV/checkov"
-  step "checkov" "$VENV/bin/uv" pip install --quiet --python "$VENV/checkov/bin/python" --no-deps -r requirements/checkov.txt
+install_apart() { # into an environment of its own
+  rm -rf "$VENV/$1"
+  "$PY" -Im venv --without-pip "$VENV/$1"
+  step "$1" "$VENV/bin/uv" pip install --quiet --python "$VENV/$1/bin/python" --no-deps -r "requirements/$1.txt"
 }
 
 install_debian_tools() {
@@ -250,7 +252,7 @@ install_part() {
   case $1 in
     gateway) install_gateway ;;
     engine) install_engine ;;
-    checkov) install_checkov ;;
+    audit | checkov) install_apart "$1" ;;
     node) install_node ;;
     tools) install_tools ;;
     *) step "$1" uv_install --no-deps -r "requirements/$1.txt" ;;
@@ -259,11 +261,11 @@ install_part() {
 
 # --- main -----------------------------------------------------------------------------------------------------------
 
-[ $# -gt 0 ] || die "which parts? gateway, engine, dev, checkov, loadtest, fuzz, node, tools"
+[ $# -gt 0 ] || die "which parts? gateway, engine, dev, audit, checkov, loadtest, fuzz, node, tools"
 for part in "$@"; do
   case $part in
-    gateway | engine | dev | checkov | loadtest | fuzz | node | tools) ;;
-    *) die "no part is called $part: gateway, engine, dev, checkov, loadtest, fuzz, node, tools" ;;
+    gateway | engine | dev | audit | checkov | loadtest | fuzz | node | tools) ;;
+    *) die "no part is called $part: gateway, engine, dev, audit, checkov, loadtest, fuzz, node, tools" ;;
   esac
 done
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV CONDA_PREFIX
