@@ -1,4 +1,6 @@
-"""How many connections there may be: fewer than descriptors, so that those to the engine can always be had."""
+"""What connections may take: fewer descriptors than there are, so that the engine can always be reached, and no memory
+for heads without an end.
+"""
 
 import asyncio
 import logging
@@ -13,6 +15,7 @@ from app.errors import QUEUE_FULL, Refused
 RESERVED: Final = 128  # descriptors for the ops port, the calls beside the gate, the probes of the engine, files
 OPS_CONNECTIONS: Final = 64
 FEWEST: Final = 16  # whatever the system allows
+HEAD_BYTES: Final = 128 * 1024  # of a head, or between two pieces of a chunked body: the parser keeps what it has seen
 TELL_EVERY_S: Final = 60.0
 
 log = logging.getLogger("tidegate.server")
@@ -41,11 +44,13 @@ class Crowd:
 
 
 class BoundedConnection(ClientConnection):
-    """A client's connection; one too many is told so and closed, before it has sent anything."""
+    """A client's connection; one too many is told so and closed, and so is one whose head doesn't end."""
 
     def __init__(self, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
         self._crowd = crowd
+        self._got_on = False
+        self._unparsed = 0  # bytes since the parser last got on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
@@ -54,6 +59,37 @@ class BoundedConnection(ClientConnection):
             self._crowd.tell(self.loop.time())
             self.transport.write(_full())
             self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        self._got_on = False
+        super().data_received(data)
+        self._unparsed = 0 if self._got_on else self._unparsed + len(data)
+        if self._unparsed > HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:  # type: ignore[redundant-expr]
+                self.send_400_response("The head of the request is too large.")
+            else:
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Called by the parser, as are the next three."""
+        self._got_on = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A head is in."""
+        self._got_on = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._got_on = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._got_on = True
+        super().on_message_complete()
 
 
 def _full() -> bytes:

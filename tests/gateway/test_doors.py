@@ -207,3 +207,29 @@ async def test_a_certificate_that_cannot_be_used_stops_the_start(fake: FakeEngin
         assert await asyncio.to_thread(gate.exit_code) == 2
         assert "TIDEGATE_TLS_CERT_FILE" in gate.log
         assert "Traceback" not in gate.log
+
+
+@pytest.mark.parametrize("where", ["value", "names", "trailer", "chunk extension"])
+async def test_head_without_end_is_hung_up_on(gateway: Start, where: str) -> None:
+    """Parsers keep what they have seen of a head; nothing else bounds it."""
+    gate = gateway()
+    async with await gate.wire() as wire:
+        if where in ("trailer", "chunk extension"):
+            await wire.start_chunked()
+            await wire.send(b"2\r\n{}\r\n0" + (b";a=" if where == "chunk extension" else b"\r\nx: "))
+        else:
+            await wire.send(wire.head("POST", CHAT)[:-2] + b"x: ")
+        piece = b"a: 1\r\n" * 10_000 if where == "names" else b"a" * 60_000
+        with pytest.raises(ConnectionError):
+            await send_often(wire, piece)
+    assert gate.engine.counts()["received"] == 0
+
+
+async def send_often(wire: Wire, piece: bytes) -> None:
+    """Up to 300 MB."""
+    for _ in range(5_000):
+        await wire.send(piece)
+
+
+async def test_large_head_that_ends_is_taken(gateway: Start) -> None:
+    assert (await ask(gateway(), "POST", CHAT, chat(), x_large="a" * 50_000)).status_code == 200
