@@ -68,6 +68,7 @@ class Findings:
     def __init__(self) -> None:
         self.cases: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
+        self.at_engine = 0  # requests that it saw
         self.defects: Counter[str] = Counter(dict.fromkeys(DEFECTS, 0))
         self.examples: list[dict[str, str]] = []
 
@@ -106,7 +107,8 @@ async def _answer(wire: Wire, case: Case, within: float) -> Answer:
 def look(case: Case, answer: Answer, findings: Findings) -> bool:
     """Judge one answer; true when it means that the engine must not have seen the request."""
     reason = answer.headers.get("x-tidegate-reason")
-    findings.answers[f"{answer.status_code} {reason}" if reason else str(answer.status_code)] += 1
+    who = reason or ("by the engine" if "x-fake-id" in answer.headers else "by the gateway")
+    findings.answers[f"{answer.status_code} {who}"] += 1
     said = answer.body + repr(answer.headers).encode()
     if SECRETS.search(said.replace(case.data, b"")) and not SECRETS.search(case.data.replace(KEY.encode(), b"")):
         findings.defect("told", repr(answer)[:500], case)
@@ -186,6 +188,7 @@ def compare(sent: dict[str, Case], kept_here: set[str], engine: FakeEngine, find
     for _ in range(engine.counts()["malformed"]):
         findings.defect("reached", "bytes at the engine that are no request")
     for entry in engine.entries():
+        findings.at_engine += 1
         headers = [(name.lower(), value) for name, value in entry["headers"]]
         case = sent.get(dict(headers).get("x-request-id", ""))
         path = entry["target"].partition("?")[0]
@@ -233,6 +236,7 @@ def main(argv: Sequence[str]) -> int:
             "seed": seed,
             "seconds": round(time.monotonic() - began),
             "defects": dict(findings.defects),
+            "at_engine": findings.at_engine,
             "by_family": dict(findings.cases),
             "answers": dict(findings.answers.most_common()),
         }
