@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import ssl
 import subprocess
 import sys
@@ -45,6 +46,21 @@ async def test_a_key_is_known_by_its_name_everywhere_and_by_its_value_nowhere(ga
     shown = [gate.get(path).body.decode() for path in ("/", "/page.js", "/stats", "/metrics", "/readyz")]
     for text in (*shown, gate.log, wrong.body.decode(), repr(wrong.headers), json.dumps(gate.engine.entries())):
         assert "value-of-" not in text
+
+
+async def test_a_flood_of_wrong_keys_leaves_few_lines_and_a_count(gateway: Start) -> None:
+    gate = gateway(fresh=True, api_keys=KEYS)
+    async with gate.client() as client:
+        wrong = {"authorization": "Bearer no"}
+        answers = await asyncio.gather(*(client.post(CHAT, json=chat(), headers=wrong) for _ in range(300)))
+    assert {answer.status_code for answer in answers} == {401}
+
+    def counted() -> int:
+        return sum(int(count) for count in re.findall(r"left out invalid=(\d+)", gate.log))
+
+    await until(lambda: gate.log.count("outcome=invalid") + counted() == 300)
+    assert counted() > 0
+    assert gate.engine.counts()["received"] == 0
 
 
 async def test_forwarding_headers_and_the_choice_of_an_engines_part_end_here(gateway: Start) -> None:
