@@ -107,12 +107,14 @@ async def _answer(wire: Wire, case: Case, within: float) -> Answer:
 def look(case: Case, answer: Answer, findings: Findings) -> bool:
     """Judge one answer; true when it means that the engine must not have seen the request."""
     reason = answer.headers.get("x-tidegate-reason")
-    who = reason or ("by the engine" if "x-fake-id" in answer.headers else "by the gateway")
+    # hypothesis takes words from the sources it finds, and "fake" is how the engine is scripted.
+    engines = "x-fake-id" in answer.headers or b'"type":"fake"' in answer.body
+    who = reason or ("by the engine" if engines else "by the gateway")
     findings.answers[f"{answer.status_code} {who}"] += 1
     said = answer.body + repr(answer.headers).encode()
     if SECRETS.search(said.replace(case.data, b"")) and not SECRETS.search(case.data.replace(KEY.encode(), b"")):
         findings.defect("told", repr(answer)[:500], case)
-    if "x-fake-id" in answer.headers:
+    if engines:
         return False
     if reason is None:
         not_http = answer.status_code == 400 and answer.body in (NOT_HTTP, b"")
