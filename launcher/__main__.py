@@ -226,7 +226,8 @@ def _voices(settings: Settings) -> tuple[Callable[[str], None], Callable[[str], 
 
 def _url(settings: Settings, port: int) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.tls_cert_file is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _greet(model: str, url: str, settings: Settings, say: Callable[[str], None]) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from launcher.__main__ import _private_folder
+from app.settings import Settings
+from launcher.__main__ import _private_folder, _url
 from launcher.supervisor import EngineFailed
 from tests.harness import ROOT, Child, free_port, wait_until
 from tests.unit.launcher_engine import is_alive
@@ -358,6 +359,12 @@ def test_settings_and_arguments_reach_the_engine_and_keys_stay_secret(launch: La
     assert "warning: TIDEGATE_ENGINE_URL" in one.log
     assert "engine-secret" not in one.log
     assert "client-secret" not in one.log
+
+
+def test_with_a_certificate_the_address_that_is_shown_is_https() -> None:
+    secure = Settings.model_construct(host="::", tls_cert_file=Path("cert.pem"))
+    assert _url(secure, 8443) == "https://[::1]:8443"
+    assert _url(Settings.model_construct(), 8000) == "http://127.0.0.1:8000"
 
 
 def test_contradictory_limits_are_named(launch: Launch) -> None:
