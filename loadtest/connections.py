@@ -4,8 +4,8 @@
 
 All clients connect to a gateway at its defaults, and only then each sends a call, twice on the same connection. The
 engine is a stand-in whose answers take half a second. With `--descriptors` the gateway may open only so many: who does
-not get in then waits in the queue of the listener, and is answered once others have left. The exit code is 1 if an
-answer was missing, not whole, or none of the contract, or if something is left over.
+not get in is told so by a 503. The exit code is 1 if an answer was missing, not whole, or none of the contract, or if
+something is left over.
 """
 
 import argparse
