@@ -106,7 +106,7 @@ async def load(client: httpx.AsyncClient) -> None:
 
 
 async def test_no_query_of_the_dashboard_or_the_alerts_is_empty(gateway: Start) -> None:
-    gate = gateway(fresh=True, max_in_flight=4, max_queue=6)
+    gate = gateway(fresh=True, max_in_flight=4, max_queue=6, api_keys="someone:a-key")
     with Prometheus(gate) as prometheus:
         alerts = prometheus.alerts()
         queries = {alert["query"]: of_alert(alert["query"]) for alert in alerts} | {one: one for one in of_dashboard()}
