@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,8 +26,6 @@ from app.stats import Stats
 from app.status import EngineStatus
 
 log = logging.getLogger("tidegate")
-
-ALLOWED_BY_PREFLIGHT: Final = b"authorization, content-type, x-api-key, x-request-id, x-request-timeout-ms"
 
 
 class Gateway:

@@ -22,10 +22,7 @@ GAP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 
 OVERHEAD_SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 OUTCOMES: Final = ("completed", "refused", "deadline", "client_left", "engine_error", "invalid")
 PHASES: Final = ("body", "queue", "first byte", "answer")
-RETRIES: Final = {
-    b"1": "1",
-    b"2": "2",
-}  # what x-stainless-retry-count says, and its label; what is more has one together
+RETRIES: Final = {b"1": "1", b"2": "2"}  # what x-stainless-retry-count says, and its label; all above share the next
 MORE_RETRIES: Final = "3+"
 ABORT_CAUSES: Final = ("deadline", "client_left", "draining")
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
