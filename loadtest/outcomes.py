@@ -85,11 +85,12 @@ def percentile(values: Iterable[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def summarise(records: Sequence[Record], seconds: float, generated: float) -> Metrics:
+def summarise(records: Sequence[Record], seconds: float, generated: float | None) -> Metrics:
     """The figures of one run: arrivals over `seconds`, for which the engine has made `generated` tokens.
 
     Tokens made too late are all tokens that the engine made for requests that did not end in time: `generated` (the
-    engine's own count, which knows of requests that were broken off as well) less those of good requests.
+    engine's own count, which knows of requests that were broken off as well; None if it was not to be had) less those
+    of good requests.
     """
     good_tokens = sum(record.tokens for record in records if record.outcome is Outcome.GOOD)
     metrics: Metrics = {

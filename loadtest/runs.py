@@ -59,7 +59,9 @@ async def run(
     spent = {party: seconds - spent[party] for party, seconds in spent_s(target).items()}
     took = time.monotonic() - began
     await target.until_idle()
-    metrics = summarise(records, seconds, await _generated(target) - before) | shares(spent)
+    after = await _generated(target)
+    made = None if before is None or after is None else after - before
+    metrics = summarise(records, seconds, made) | shares(spent)
     progress(f"{name}: goodput {metrics['goodput']:.1f} req/s{_doubts(metrics, took)}")
     return metrics, records
 
@@ -92,9 +94,10 @@ async def _warm_up(target: Target, requests: Sequence[Request]) -> None:
             raise NotServed(f"a request without any load got status {record.status}, {record.error or 'no end mark'}")
 
 
-async def _generated(target: Target) -> float:
+async def _generated(target: Target) -> float | None:
+    """Tokens made since its start; None if it doesn't say, which is not the same as none made."""
     work = await target.engine.work()
-    return work.tokens if work else 0.0
+    return work.tokens if work else None
 
 
 def spent_s(target: Target) -> dict[str, float]:

@@ -139,6 +139,11 @@ def test_every_request_has_one_outcome() -> None:
     assert figures["tokens_late_share"] is None
 
 
+def test_an_engine_that_does_not_say_what_it_made_has_no_figures_of_tokens() -> None:
+    figures = summarise([seen(HEAD, DONE)], seconds=1, generated=None)
+    assert (figures["tokens"], figures["tokens_late_share"], figures["goodput"]) == (None, None, 1)
+
+
 def test_a_spread_leaves_out_runs_without_the_figure() -> None:
     assert spread([{"x": 1.0}, {"x": None}, {"x": 3.0}], "x") == Spread(2.0, 1.0, 3.0)
     assert spread([{"x": None}], "x") is None
