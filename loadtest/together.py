@@ -53,7 +53,7 @@ async def send(address: Address, ready: Sequence[Shot], at_once: int) -> float:
     """Seconds from the first request to the end of the last, with `at_once` of them open.
 
     Raises:
-        NotServed: one of them did not end whole.
+        NotServed: one of them did not end whole, or all took too long.
     """
     start = time.monotonic()
     left = iter(ready)
@@ -66,6 +66,9 @@ async def send(address: Address, ready: Sequence[Shot], at_once: int) -> float:
                 record = exchange.record
                 raise NotServed(f"one of {len(ready)}: status {record.status}, {record.error or 'no end mark'}")
 
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*(work() for _ in range(at_once)))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(work() for _ in range(at_once)))
+    except TimeoutError as error:
+        raise NotServed(f"{len(ready)} requests took more than {PATIENCE_S:g} s") from error
     return time.monotonic() - start

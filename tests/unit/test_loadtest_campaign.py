@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from loadtest import campaign, findings, page
+from loadtest import campaign, findings, page, together
+from loadtest.client import Address, NotServed, Shot
+from loadtest.client import load as ready
 from loadtest.experiments import Step, Together, steps
 from loadtest.naive_arms import ALL_ARMS
 from loadtest.outcomes import Record, summarise
 from loadtest.together import WAYS
+from loadtest.workload import SHORT, Request
 
 ENGINES_S = 85  # for starting them, and for measuring what they can do
 FACTS = {"machine": "2 cores of X", "versions": {"python": "3"}, "command": "python -m c", "at": "2026-01-01"}
@@ -77,6 +80,20 @@ def test_a_capacity_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(asked) == 1
     asyncio.run(campaign.Campaign(tmp_path, [], quick=False)._capacity(stage, "tiny"))
     assert len(asked) == 2
+
+
+def test_requests_that_take_too_long_end_a_report_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never:
+        def __init__(self, shot: Shot, start: float) -> None: ...
+
+        async def run(self, address: Address) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(together, "Exchange", Never)
+    monkeypatch.setattr(together, "PATIENCE_S", 0.01)
+    shot = ready(Request(0, 0.0, SHORT, 24, 8, "1"), "tiny", "salt")
+    with pytest.raises(NotServed, match="1 requests took more than"):
+        asyncio.run(together.send(Address(), [shot], 1))
 
 
 SPIKE = ((2.0, 0.5), (2.0, 3.0), (6.0, 0.5))
