@@ -1,5 +1,6 @@
 """From runs to what the report shows: series over the load, recovery after a spike, headline figures. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -49,6 +50,14 @@ def outcomes(run: Run) -> dict[str, int]:
     """How many requests ended how."""
     ended = [record["outcome"] for record in run["records"]]
     return {str(outcome.value): ended.count(outcome.value) for outcome in Outcome}
+
+
+def ended(runs: Iterable[Run]) -> dict[str, int]:
+    """The same of several runs together."""
+    whole = Counter[str]()
+    for run in runs:
+        whole.update(outcomes(run))
+    return dict(whole)
 
 
 def good_over_time(run: Run) -> list[tuple[float, float | None]]:

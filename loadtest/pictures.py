@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from loadtest.findings import SPOKEN, Run, Runs, arms_of, good_over_time, load_of, of_group, outcomes, series, sources
+from loadtest.findings import SPOKEN, Run, Runs, arms_of, ended, good_over_time, load_of, of_group, series, sources
 from loadtest.outcomes import Outcome
 
 NOTE_WIDTH: Final = 150  # characters that fit under the narrowest picture
@@ -36,7 +36,7 @@ def draw(folder: Path, runs: Runs) -> dict[str, str]:
     sweep = of_group(runs, "sweep")
     pictures: dict[str, tuple[str, Any]] = {
         "goodput.png": ("Goodput against offered load", lambda: _lines(pyplot, sweep, ["goodput"], "req/s in time")),
-        "outcomes.png": ("What became of the requests, at the highest load", lambda: _stacks(pyplot, sweep)),
+        "outcomes.png": ("What became of the requests, at the highest load of all", lambda: _stacks(pyplot, sweep)),
         "first_token.png": (
             "Time to the first token (line p50, dashes p99)",
             lambda: _by_lane(pyplot, sweep, "first_p50_ms", "first_p99_ms"),
@@ -110,8 +110,8 @@ def _stacks(pyplot: Any, runs: Sequence[Run]) -> Any:
     if not runs:
         return None
     common = min(max(load_of(run) for run in runs if run["step"]["arm"] == arm) for arm in arms_of(runs))
-    shown = {run["step"]["arm"]: outcomes(run) for run in runs if load_of(run) == common}
-    shown = {arm: shown[arm] for arm in SPOKEN if arm in shown}
+    there = [run for run in runs if load_of(run) == common]
+    shown = {arm: ended(run for run in there if run["step"]["arm"] == arm) for arm in arms_of(there)}
     figure, axis = pyplot.subplots(figsize=(9, 0.7 * len(shown) + 1.6), layout="constrained")
     left = dict.fromkeys(shown, 0.0)
     for outcome in Outcome:

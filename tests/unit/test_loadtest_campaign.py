@@ -109,6 +109,12 @@ def test_recovery_counts_from_the_end_of_the_spike_to_the_last_second_that_went_
     assert [share for _, share in findings.good_over_time(run)] == [1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
 
 
+def test_what_became_of_requests_counts_every_seed() -> None:
+    runs = [result(Step("a", "sweep", "bare", ((10, 2.5),), 5, seed), [good(1), refused(2)][:seed]) for seed in (1, 2)]
+    found = findings.ended(runs)
+    assert (found["good"], found["refused"], found["cut"]) == (2, 1, 0)
+
+
 def test_the_headline_compares_what_was_measured() -> None:
     runs: dict[str, Any] = {
         way: {**FACTS, "step": {"name": way, "tokens": 64}, "seconds": seconds}
