@@ -57,6 +57,7 @@ class Insisting:
     async def _attempt(self, address: Address, attempt: int) -> float | None:
         """One attempt; seconds until the next, None for no other."""
         exchange = Heard(self._shot, self._start)
+        self.record.attempts = attempt + 1  # counts even if it is cut in its middle
         try:
             async with asyncio.timeout(self._shot.request.kind.limit_s):
                 await exchange.run(address)

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from loadtest.client import Address, load
-from loadtest.insisting import insisting
+from loadtest.insisting import Heard, Insisting, insisting
 from loadtest.outcomes import Outcome, Record
 from loadtest.workload import Kind, Request
 
@@ -87,3 +87,25 @@ def test_a_user_who_is_cut_while_waiting_to_try_again_is_cut(tmp_path: Path) -> 
 
     record, _ = ask(reply, tmp_path / "s", give_up_s=0.5)
     assert (record.outcome, record.attempts) == (Outcome.CUT, 1)
+
+
+def test_an_attempt_that_is_cut_in_its_middle_was_made_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(Heard):
+        made = 0
+
+        async def run(self, address: Address) -> None:
+            Cut.made += 1
+            if Cut.made == 2:
+                raise asyncio.CancelledError
+            self.record.status = 503
+            self.headers["retry-after-ms"] = "1"
+
+    async def run() -> Record:
+        user = Insisting(load(Request(0, 0.0, KIND, 24, 8, "1"), "tiny", "salt"), 0.0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await user.run(Address())
+        return user.record
+
+    monkeypatch.setattr("loadtest.insisting.Heard", Cut)
+    record = asyncio.run(run())
+    assert (record.outcome, record.attempts) == (Outcome.CUT, 2)
