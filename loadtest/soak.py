@@ -24,7 +24,7 @@ import httpx
 import uvloop
 
 from loadtest.arms import ARMS, Options, Stage, Target
-from loadtest.client import Exchange, load
+from loadtest.client import Exchange, NotServed, load
 from loadtest.outcomes import Outcome, Record, percentile
 from loadtest.processes import ServerFailed
 from loadtest.report import aligned, facts, progress, write_json
@@ -39,6 +39,7 @@ MINUTE_S: Final = 60.0
 SETTLED: Final = 5  # minutes that are left out of the lines
 LEAVE: Final = 0.03  # share of clients that leave
 GRACE_S: Final = 60.0  # for the last answers, beyond every deadline
+COUNT_AGAIN, COUNT_EVERY_S = 50, 0.2  # until the gateway has noticed the last ones that left
 LEFT: Final = "left"
 OUTCOMES: Final = ("completed", "deadline", "client_left", "engine_error", "refused", "invalid")
 ENDS: Final = OUTCOMES[:4]  # of what was accepted
@@ -164,6 +165,20 @@ async def counts(target: Target) -> Counts:
     return Counts(arrived, {name: metrics.total("tidegate_requests_total", outcome=name) for name in OUTCOMES})
 
 
+async def counts_since(target: Target, before: Counts) -> Counts:
+    """What was counted since, once it adds up, else after a while: a call that is just ending is in neither number."""
+    for _ in range(COUNT_AGAIN):
+        if (counted := await counts(target) - before).add_up:
+            return counted
+        await asyncio.sleep(COUNT_EVERY_S)
+    return await counts(target) - before
+
+
+def all_there(counted: Counts, sent: int, left: int) -> bool:
+    """Whether the counters add up and no request is missing but of clients that may have left before it was out."""
+    return counted.add_up and sent - left <= counted.arrived <= sent
+
+
 def lines(rows: Sequence[dict[str, float | None]]) -> dict[str, str]:
     """Straight lines through figures from the fifth minute on, for each minute."""
     found = {}
@@ -195,14 +210,16 @@ async def soak(given: argparse.Namespace, about: dict[str, Any]) -> bool:
             one = Soak(target, requests, given.minutes, given.seed)
             before = await counts(target)
             await one.run()
+            rows = [minute.figures() for minute in one.minutes]
+            about |= {"capacity": capacity, "rate": rate, "rows": rows}
+            write_json(REPORT / "soak.json", about)  # half an hour, kept whatever comes
             await target.until_idle()
-            counted = await counts(target) - before
-    rows = [minute.figures() for minute in one.minutes]
+            counted = await counts_since(target, before)
     ends = Counter[str]()
     for minute in one.minutes:
         ends.update(minute.ends)
     drift = lines(rows)
-    about |= {"capacity": capacity, "rate": rate, "rows": rows, "clients_saw": dict(ends), "slopes": drift}
+    about |= {"clients_saw": dict(ends), "slopes": drift}
     about |= {"arrived": counted.arrived, "counted": counted.ended, "add_up": counted.add_up}
     write_json(REPORT / "soak.json", about)
     print(table(rows))
@@ -210,7 +227,7 @@ async def soak(given: argparse.Namespace, about: dict[str, Any]) -> bool:
         print(f"{name}: {line}")
     print(f"clients saw {dict(ends)}, of {len(requests)} requests")
     print(f"counted at the gateway: {counted}")
-    return counted.add_up and counted.arrived == len(requests)
+    return all_there(counted, len(requests), ends[LEFT])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -227,8 +244,8 @@ def main(argv: Sequence[str]) -> int:
     allow_many_connections()
     try:
         well = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(soak(given, about))
-    except ServerFailed as error:
-        progress(f"soak: {error}")
+    except (ServerFailed, NotServed, httpx.HTTPError) as error:
+        progress(f"soak: {type(error).__name__}: {error}")
         return 1
     print(f"{'counters add up' if well else 'COUNTERS DO NOT ADD UP'}; {about['machine']}; {about['at']}")
     return 0 if well else 1

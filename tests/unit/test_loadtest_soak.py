@@ -1,12 +1,15 @@
 """How the soak sorts what it has seen, and how it and the test of fairness count."""
 
+import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from loadtest import soak
 from loadtest.fairness import TIMES, row, who
 from loadtest.outcomes import Record
-from loadtest.soak import OUTCOMES, SETTLED, Counts, Minute, lines, table
+from loadtest.soak import OUTCOMES, SETTLED, Counts, Minute, all_there, lines, table
 
 
 def record(kind: str = "short", *, first: float | None = 1.5, status: int = 200) -> Record:
@@ -51,6 +54,25 @@ def test_accepted_is_what_was_completed_or_ended_by_somebody() -> None:
     assert (counted.arrived, counted.accepted, counted.add_up) == (20, 11, True)
     assert str(counted).endswith("accepted 11 = 5 completed + 2 deadline + 3 client_left + 1 engine_error")
     assert not counts(3, completed=1, refused=1).add_up
+
+
+def test_only_who_left_may_be_missing_at_the_gateway() -> None:
+    assert all_there(counts(10, completed=10), sent=10, left=0)
+    assert all_there(counts(9, completed=9), sent=10, left=1)
+    assert not all_there(counts(9, completed=9), sent=10, left=0)
+    assert not all_there(counts(11, completed=11), sent=10, left=1)
+    assert not all_there(counts(10, completed=9), sent=10, left=1)
+
+
+def test_a_call_that_is_just_ending_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = iter([counts(3, completed=2), counts(3, completed=2, client_left=1)])
+
+    async def read(_: object) -> Counts:
+        return next(reads)
+
+    monkeypatch.setattr(soak, "counts", read)
+    target: Any = None
+    assert asyncio.run(soak.counts_since(target, counts(0))).add_up
 
 
 def test_the_greedy_key_has_twenty_times_as_many_requests_and_each_row_its_own() -> None:
