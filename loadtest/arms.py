@@ -114,7 +114,8 @@ class Stage:
     def __init__(self, model: Path, options: Options) -> None:
         self.model = model
         self.options = options
-        self._folder = tempfile.TemporaryDirectory(prefix="tg-")  # short: a Unix socket's path has a limit
+        # Short, for a Unix socket's path has a limit; and what a dying engine still writes there spoils no experiment.
+        self._folder = tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True)
         self._engines: dict[int | None, Server] = {}  # by their own limit
 
     async def __aenter__(self) -> "Stage":
