@@ -63,12 +63,19 @@ class Child:
 
     def cpu_s(self) -> float:
         """CPU time of it and of what it has started, as far as that still runs."""
-        return sum(seconds for group, seconds in _cpu_by_group() if group == self._process.pid)
+        return sum(int(fields[11]) + int(fields[12]) for fields in self._group()) / CLOCK_TICKS
 
     def memory_bytes(self) -> int:
         """Resident memory of it alone."""
         fields = Path(f"/proc/{self._process.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def group_bytes(self) -> int:
+        """Resident memory of it and of what it has started; pages that they share count for each."""
+        return sum(int(fields[21]) for fields in self._group()) * os.sysconf("SC_PAGE_SIZE")
+
+    def _group(self) -> list[list[str]]:
+        return [fields for fields in _stats() if int(fields[2]) == self._process.pid]
 
     def stop(self) -> None:
         """End the whole group; one that doesn't follow is killed."""
@@ -102,10 +109,10 @@ def machine_cpu_s() -> float:
     return 0.0
 
 
-def _cpu_by_group() -> list[tuple[int, float]]:
+def _stats() -> list[list[str]]:
+    """`/proc/PID/stat` of every process, from the state on, which is field 0 here."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # ended meanwhile
-            fields = file.read_text().rpartition(")")[2].split()
-            found.append((int(fields[2]), (int(fields[11]) + int(fields[12])) / CLOCK_TICKS))
-    return found
+        with contextlib.suppress(OSError):  # ended meanwhile
+            found.append(file.read_text().rpartition(")")[2].split())
+    return [fields for fields in found if fields]

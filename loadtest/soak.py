@@ -125,7 +125,7 @@ class Soak:
         for minute in self.minutes:
             await asyncio.sleep(self._start + minute.number * MINUTE_S - time.monotonic())
             minute.gateway_bytes = self._target.gateway.child.memory_bytes()
-            minute.engine_bytes = self._target.engine.child.memory_bytes()
+            minute.engine_bytes = self._target.engine.child.group_bytes()  # the model is in a process of its own
             row = minute.figures()
             progress(", ".join(f"{name} {value:.0f}" for name, value in row.items() if value))
 

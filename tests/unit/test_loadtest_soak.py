@@ -1,7 +1,10 @@
 """How the soak sorts what it has seen, and how it and the test of fairness count."""
 
 import asyncio
+import os
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from loadtest import soak
 from loadtest.fairness import TIMES, row, who
 from loadtest.outcomes import Record
+from loadtest.processes import Child
 from loadtest.soak import OUTCOMES, SETTLED, Counts, Minute, all_there, lines, table
 
 
@@ -82,3 +86,15 @@ def test_the_greedy_key_has_twenty_times_as_many_requests_and_each_row_its_own()
     seen = row("apart", "polite", [record(), record(first=None, status=503)])
     assert seen == ["apart", "polite", "2", "1", "50%", "1", "0", "500", "500"]
     assert row("apart", "polite", [])[4:] == ["0%", "0", "0", "-", "-"]
+
+
+def test_the_memory_of_a_group_is_that_of_all_its_processes(tmp_path: Path) -> None:
+    child = Child("two", ["sh", "-c", "sleep 60 & sleep 60; :"], os.environ, tmp_path, tmp_path / "log")
+    try:
+        for _ in range(200):
+            if child.group_bytes() > child.memory_bytes() > 0:
+                break
+            time.sleep(0.05)
+        assert child.group_bytes() > child.memory_bytes() > 0
+    finally:
+        child.stop()
