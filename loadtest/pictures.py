@@ -73,7 +73,8 @@ def _lines(pyplot: Any, runs: Sequence[Run], metrics: Sequence[str], label: str)
     _plot(axis, runs, metrics)
     axis.set(xlabel="offered load, in capacities of the engine", ylabel=label)
     axis.set_ylim(0, 1.08 * max((max(line.get_ydata()) for line in axis.lines), default=0) or 1)
-    axis.legend()
+    if axis.lines:
+        axis.legend()
     return figure
 
 
@@ -138,7 +139,8 @@ def _over_time(pyplot: Any, runs: Sequence[Run]) -> Any:
     for run in runs:
         points = [(at, 100 * share) for at, share in good_over_time(run) if share is not None]
         arm = run["step"]["arm"]
-        axis.step(*zip(*points, strict=True), where="post", color=COLOURS[arm], label=SPOKEN[arm])
+        if points:
+            axis.step(*zip(*points, strict=True), where="post", color=COLOURS[arm], label=SPOKEN[arm])
     (before, _), (spike, load), *_ = runs[0]["step"]["phases"]
     axis.axvspan(before, before + spike, alpha=0.12, color="black", label=f"{load:g} times the capacity")
     axis.set(xlabel="second of arrival", ylabel="% that ended well", ylim=(-3, 103))

@@ -151,3 +151,17 @@ def test_the_page_needs_nothing_else_and_every_figure_says_where_it_comes_from(t
     )  # offered, started, finished, good, late, refused
     assert "storm.png" in summary
     assert "1.50" in summary  # attempts
+
+
+def test_a_page_of_the_whole_plan_stands_though_arms_have_nothing_to_show(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cut = Record(0, "short", 8, 2, 0.5, sent=0.5, cut=True)  # not even a head, nor an end
+    of: dict[str, list[Record]] = {"one-at-a-time": [], "hand-batching": [cut], "bare": [cut], "own-limit": [good(1)]}
+    runs: dict[str, Any] = {}
+    for step in steps(quick=False):
+        if isinstance(step, Step):
+            records = [] if step.name == "spike-bare" else of.get(step.arm, [refused(1)])
+            runs[step.name] = result(step, records, 0)
+        else:
+            runs[step.name] = json.loads(json.dumps({**FACTS, "step": asdict(step), "seconds": 9.0, "others_cores": 0}))
+    assert "Tidegate" in page.write_page(tmp_path, runs).read_text()
