@@ -16,7 +16,7 @@ from typing import Any, Final
 import uvloop
 
 from loadtest.arms import ARMS, Options, Stage, Target
-from loadtest.client import Shot, load, open_loop
+from loadtest.client import NotServed, Shot, load, open_loop
 from loadtest.outcomes import Outcome, Record, percentile
 from loadtest.processes import ServerFailed
 from loadtest.report import aligned, facts, progress, write_json
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     allow_many_connections()
     try:
         rows = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(compare(given))
-    except ServerFailed as error:
+    except (ServerFailed, NotServed) as error:
         progress(f"fairness: {error}")
         return 1
     write_json(REPORT / "fairness.json", about | {"rows": rows})
