@@ -79,7 +79,7 @@ def _full() -> Iterator[Step | Together]:
         yield Step(f"bursts-{arm}", "bursts", arm, ((15, OVERLOAD),), 15, spread=BURSTY)
     shape = ((8.0, 0.5), (6.0, 3.0), (24.0, 0.5))
     for arm in ARMS:
-        yield Step(f"spike-{arm}", "spike", arm, shape, 8)
+        yield Step(f"spike-{arm}", "spike", arm, shape, 12)
     for arm in ("bare", "tidegate"):
         yield Step(f"storm-{arm}", "storm", arm, shape, 12, retries=True)
     yield from (Together(way, way, 64) for way in WAYS)

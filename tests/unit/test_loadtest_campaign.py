@@ -54,6 +54,12 @@ def test_the_full_plan_spans_a_quarter_to_three_times_the_capacity() -> None:
     assert {step.load for step in sweep if step.arm == "tidegate"} == {0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0}
 
 
+def test_no_request_of_the_full_plan_is_cut_within_its_limit() -> None:
+    for step in steps(quick=False):
+        if isinstance(step, Step):
+            assert step.grace_s > max(kind.limit_s for kind in campaign.KINDS_OF[step.model]), step.name
+
+
 def test_an_interrupted_report_goes_on_with_what_is_left(tmp_path: Path) -> None:
     first = campaign.Campaign(tmp_path, ["--quick"], quick=True)
     done = first.plan[0]
