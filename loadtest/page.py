@@ -29,11 +29,12 @@ COLUMNS: Final = (
 COUNTS: Final = ("offered", "started", "finished")
 READING: Final = " ".join(
     """
-    Open loop: requests arrive on a schedule fixed beforehand, whatever became of those before, and all times count from
-    the scheduled moment. Good: ended whole, within its limit. Goodput: good requests a second of arrivals. A load of 1
-    is what the engine completes when it always has enough to do. Percentiles of first tokens are over requests that got
-    one. The naive servers give their first token with their last, and go on computing for clients that have left.
-    Client, gateway and engine share the machine.
+    Open loop: requests arrive on a schedule fixed beforehand, whatever became of those before, and all times count
+    from the scheduled moment. Good: ended whole, within its limit. Goodput: good requests a second of arrivals. A
+    load of 1 is what the engine completes when it always has enough to do. Percentiles of first tokens are over
+    requests that got one: who was still waiting when the client gave up (`cut`) is not in them, nor who was refused.
+    The naive servers give their first token with their last, and go on computing for clients that have left. Client,
+    gateway and engine share the machine.
     """.split()
 )
 
