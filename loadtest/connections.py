@@ -3,14 +3,12 @@
     python -m loadtest.connections [--help]
 
 All clients connect to a gateway at its defaults, and only then each sends a call, twice on the same connection. The
-engine is a stand-in whose answers take half a second. With `--descriptors` the gateway may open only so many: who does
-not get in is told so by a 503. The exit code is 1 if an answer was missing, not whole, or none of the contract, or if
-something is left over.
+engine is a stand-in whose answers take half a second. The exit code is 1 if an answer was missing, not whole, or none
+of the contract, or if something is left over.
 """
 
 import argparse
 import asyncio
-import resource
 import sys
 import time
 from collections import Counter
@@ -33,18 +31,18 @@ SCRIPT: Final = {"events": 20, "gap_ms": 25}
 REPORT: Final = Path("reports", "connections.json")
 
 
-async def connections(gate: ObservedGateway, count: int, *, leave: bool) -> dict[str, Any]:
-    """Connect, call and count; with `leave` each client goes once it is answered, else all stay to the end."""
+async def connections(gate: ObservedGateway, count: int) -> dict[str, Any]:
+    """Connect, call and count; all stay to the end."""
     before = gate.descriptors()
     wires: list[Wire] = []
     for start in range(0, count, BACKLOG):
         wires += await asyncio.gather(*(Wire.open(gate.port) for _ in range(min(BACKLOG, count - start))))
-    alive = await asyncio.to_thread(lambda: leave or gate.get("/livez").status_code == 200)
+    alive = await asyncio.to_thread(lambda: gate.get("/livez").status_code == 200)
     seen = Counter[str]()
     most = gate.descriptors()
     began = time.monotonic()
-    for number in range(1 if leave else ROUNDS):
-        seen.update(await asyncio.gather(*(call(wire, stream=bool(number % 2), leave=leave) for wire in wires)))
+    for number in range(ROUNDS):
+        seen.update(await asyncio.gather(*(call(wire, stream=bool(number % 2)) for wire in wires)))
         most = max(most, gate.descriptors())
     took_s = time.monotonic() - began
     for wire in wires:
@@ -54,16 +52,13 @@ async def connections(gate: ObservedGateway, count: int, *, leave: bool) -> dict
     return {"answers": dict(seen), "most_descriptors": most, "alive_meanwhile": alive, "took_s": round(took_s, 1)}
 
 
-async def call(wire: Wire, *, stream: bool, leave: bool) -> str:
+async def call(wire: Wire, *, stream: bool) -> str:
     """One call on a connection; what came, in words."""
     try:
         await wire.request(CHAT, chat(stream=stream, fake=SCRIPT))
         answer = await wire.answer(ANSWER_S)
     except (Cut, ConnectionError, TimeoutError) as error:
         return f"no answer: {type(error).__name__}"
-    finally:
-        if leave:
-            await wire.close()
     whole = answer.whole and (answer.status_code != 200 or not stream or b"[DONE]" in answer.body)
     told = answer.status_code != 503 or "retry-after-ms" in answer.headers
     reason = answer.headers.get("x-tidegate-reason", "")
@@ -75,13 +70,11 @@ def good(words: str) -> bool:
     return words in {"200", "503 queue_full", "503 queue_timeout", "503 deadline_infeasible"}
 
 
-def measure(count: int, descriptors: int | None) -> dict[str, Any]:
+def measure(count: int) -> dict[str, Any]:
     """A gateway and an engine of its own, and all connections."""
     with FakeEngine() as engine, ObservedGateway(engine) as gate:
-        if descriptors is not None:
-            resource.prlimit(gate.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        found = runner.run(connections(gate, count, leave=descriptors is not None))
+        found = runner.run(connections(gate, count))
         return found | {"traceback": "Traceback" in gate.log, "log_bytes": len(gate.log)}
 
 
@@ -89,11 +82,10 @@ def main(argv: Sequence[str]) -> int:
     """Run, print, write the report."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.connections", description=__doc__.partition("\n")[0])
     parser.add_argument("--connections", type=int, default=2000, help="at once [%(default)s]")
-    parser.add_argument("--descriptors", type=int, help="that the gateway may open [what the system allows]")
     given = parser.parse_args(argv)
     allow_many_connections()
     progress(f"{given.connections} connections")
-    found = measure(given.connections, given.descriptors)
+    found = measure(given.connections)
     about = facts(argv, "loadtest.connections")
     REPORT.parent.mkdir(exist_ok=True)
     write_json(REPORT, about | found)
