@@ -228,24 +228,30 @@ async def test_overloaded_stream_is_refused_by_status_never_by_an_event(gateway:
 async def test_health_checks_answer_under_overload(gateway: Start) -> None:
     gate = gateway(max_in_flight=8, max_queue=16, lanes=ONE_LANE)
     stop = asyncio.Event()
-    took: list[float] = []
-    async with gate.client() as client:
+    served = 0
+    # The probes have a connection of their own: httpx's pool of 40 busy ones would make them wait, not the gateway.
+    async with gate.client() as client, await gate.wire() as probe:
 
         async def load() -> None:
+            nonlocal served
             while not stop.is_set():
                 answer = await client.post(CHAT, json=chat(stream=True, fake={"events": 10, "gap_ms": 10}))
+                served += answer.status_code == 200
                 if answer.status_code == 503:
-                    await asyncio.sleep(0.02)  # else the clients take the CPU that the probes are measured on
+                    await asyncio.sleep(0.02)  # else the clients take the CPU that the probes need
 
         loaders = [asyncio.create_task(load()) for _ in range(40)]
-        for _ in range(20):
+        overtaken: list[int] = []
+        await until(lambda: served)
+        while served < 100:
             for path in ("/livez", "/readyz", "/metrics"):
-                begun = time.perf_counter()
-                assert (await client.get(path)).status_code == 200
-                took.append(time.perf_counter() - begun)
+                before = served
+                await probe.request(path, method="GET")
+                assert (await probe.answer()).status_code == 200
+                overtaken.append(served - before)
         stop.set()
         await asyncio.gather(*loaders)
-    assert max(took) < 5
+    assert max(overtaken) < len(loaders)  # nor was one starved beside the requests
 
 
 async def test_proxy_that_cuts_silent_connections_does_not_cut_a_long_wait(gateway: Start) -> None:
@@ -478,35 +484,38 @@ async def test_giant_bodies_do_not_starve_health_and_streams(gateway: Start) -> 
     gate = gateway()
     stop = asyncio.Event()
     data = json.dumps(chat("x" * 10 * MIB, fake={"events": 1})).encode()
-    gaps: list[float] = []
-    health: list[float] = []
+    seen: list[str] = []
     async with gate.client() as client:
 
         async def watch() -> None:
             async with client.stream("POST", CHAT, json=chat(stream=True, fake=DECODING)) as answer:
-                last = time.perf_counter()
                 async for _ in answer.aiter_raw():
-                    gaps.append(time.perf_counter() - last)
-                    last = time.perf_counter()
+                    seen.append("event")
                     if stop.is_set():
                         return
 
         async def probe() -> None:
             while not stop.is_set():
-                begun = time.perf_counter()
                 answer = await asyncio.to_thread(gate.get, "/livez")
                 assert answer.status_code == 200
-                health.append(time.perf_counter() - begun)
+                seen.append("health")
+
+        async def giant() -> None:
+            answer = await client.post(CHAT, content=data, headers={"content-type": "application/json"})
+            assert answer.status_code == 200
+            seen.append("giant")
 
         watchers = [asyncio.create_task(watch()), asyncio.create_task(probe())]
-        answers = await asyncio.gather(
-            *(client.post(CHAT, content=data, headers={"content-type": "application/json"}) for _ in range(20))
-        )
+        await until(lambda: {"event", "health"} <= {*seen})
+        seen.clear()
+        await asyncio.gather(*(giant() for _ in range(20)))
         stop.set()
         await asyncio.gather(*watchers)
-    assert {answer.status_code for answer in answers} == {200}
-    assert max(health) < 10
-    assert max(gaps) < 10
+    while seen[-1] != "giant":
+        seen.pop()
+    # Both go on between the giants: neither waits until the last of them has been read and answered.
+    assert seen.count("event") >= 20
+    assert seen.count("health") >= 20
 
 
 async def test_cheap_routes_answer_while_every_slot_is_taken(gateway: Start) -> None:

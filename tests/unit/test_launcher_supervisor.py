@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -137,12 +136,10 @@ async def test_an_engine_that_ends_before_it_is_ready_is_not_waited_for(
     house: MakeHouse, how: dict[str, Any], text: str
 ) -> None:
     one = house({"child": True, "say": ["ValueError: no such dtype"]} | how)
-    began = time.monotonic()
     failed = await one.fails()
     assert text in str(failed)
     assert "ValueError: no such dtype" in str(failed)
     assert failed.lines == ["ValueError: no such dtype"]
-    assert time.monotonic() - began < 10
     assert len(one.notes) == 1
 
 
@@ -227,8 +224,6 @@ async def test_an_engine_that_hangs_at_its_start_can_be_ended(house: MakeHouse) 
     one = house({"hang": True, "deaf": True, "child": True})
     async with one.running():
         await until(lambda: one.notes)
-        began = time.monotonic()
-    assert time.monotonic() - began < 10
 
 
 async def test_a_guard_that_is_killed_is_replaced_while_the_engine_runs(
