@@ -55,10 +55,9 @@ class ActedPod:
         self.engine.set(health_status=200)
         await until(lambda: self.probe("readinessProbe"), "readiness")
 
-    async def end(self, *, pre_stop: bool = True) -> int:
+    async def end(self) -> int:
         """preStop, SIGTERM to the main container, then to the sidecar, as kubelet does; the gateway's exit code."""
-        if pre_stop:
-            await asyncio.sleep(self.container["lifecycle"]["preStop"]["sleep"]["seconds"] * SHORTENED)
+        await asyncio.sleep(self.container["lifecycle"]["preStop"]["sleep"]["seconds"] * SHORTENED)
         self.gateway.signal(TERM)
         await until(lambda: not self.gateway.running, "the gateway's end")
         assert self.engine.running, "the engine must outlive the gateway"

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.harness import chat, refused
+from tests.harness import TERM, chat, occupied, refused, until
 from tests.kubernetes.acting import ActedPod, Service, repeat
 from tests.kubernetes.manifests import parse, pods, rendered
 from tests.wire import CHAT, Json
@@ -111,15 +111,12 @@ async def test_rolling_update_under_load_loses_no_request(start: list[ActedPod])
 
 
 async def test_without_the_prestop_sleep_requests_are_lost(start: list[ActedPod]) -> None:
-    """What the sleep is there for; and a proof that the test above can fail."""
+    """What the sleep is there for: a pod that drains is still in the Service, and turns away whoever is sent to it."""
     service = Service()
     service.pods = [new_pod(start), new_pod(start)]
     await asyncio.gather(*(pod.load() for pod in service.pods))
-    outcomes: dict[str, list[str]] = {"fresh": [], "sdk": []}
-    async with service.listen(), load(service, outcomes):
-        await asyncio.sleep(0.5)
-        old = service.pods[0]
-        leaving = asyncio.create_task(service.hear(lambda: service.pods.remove(old)))
-        assert await old.end(pre_stop=False) == 0
-        await leaving
-    assert Counter(outcomes["fresh"])["draining"] > 0
+    old = service.pods[0]
+    async with service.listen(), occupied(old.gateway):  # so that the drain lasts until it is seen
+        old.gateway.signal(TERM)
+        await until(lambda: not old.probe("readinessProbe"), "the drain")
+        assert {await on_a_fresh_connection(service) for _ in service.pods} == {"whole", "draining"}
