@@ -14,12 +14,14 @@ import http.client
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -34,6 +36,9 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 KEEPALIVE = b": keep-alive\n\n"
 ONE_LANE = [{"name": "all"}]  # for tests that count slots: no floors, no lending
+MARKS = 200  # ports that a process keeps for itself, the last ones that it was given
+
+_marks: deque[socket.socket] = deque()
 
 
 def chat(text: str = "hello", *, fake: Json | None = None, **more: Any) -> Json:
@@ -68,10 +73,24 @@ def body_for(route: str, *, fake: Json | None = None, **more: Any) -> Json:
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A loopback port that nothing uses, and that no other process of these tests gets for a long while.
+
+    Two that start servers at the same time must not be given the same one: the slower would talk to the other's server.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)  # below those that the system gives to clients
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0tidegate-test-port-{port}")
+            with socket.socket() as sock:
+                sock.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+            continue
+        _marks.append(mark)
+        if len(_marks) > MARKS:
+            _marks.popleft().close()
+        return port
 
 
 async def until(holds: Callable[[], object], what: str = "it", *, within: float = PATIENCE_S) -> None:

@@ -242,7 +242,7 @@ async def test_body_too_large(gateway: Start, route: str) -> None:
 
 
 async def test_shed_status_replaces_only_the_503s_of_overload(gateway: Start) -> None:
-    gate = gateway(fresh=True, max_in_flight=1, max_queue=1, max_wait_s=0.3, shed_status=429)
+    gate = gateway(fresh=True, max_in_flight=1, max_queue=1, max_wait_s=2, shed_status=429)
     async with occupied(gate), gate.client() as client:
         waiting = asyncio.create_task(client.post(CHAT, json=chat()))
         await queued(gate, 1)
