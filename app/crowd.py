@@ -16,6 +16,7 @@ RESERVED: Final = 128  # descriptors for the ops port, the calls beside the gate
 OPS_CONNECTIONS: Final = 64
 FEWEST: Final = 16  # whatever the system allows
 HEAD_BYTES: Final = 128 * 1024  # of a head, or between two pieces of a chunked body: the parser keeps what it has seen
+PIPELINED: Final = 32  # requests behind one that is at work: each takes a hundred times the memory of its bytes
 TELL_EVERY_S: Final = 60.0
 
 log = logging.getLogger("tidegate.server")
@@ -43,8 +44,12 @@ class Crowd:
             log.warning("%d connections are open, as many as descriptors allow: new ones are closed", self.most)
 
 
+class TooManyAhead(Exception):
+    """More requests than may wait for their turn on one connection; the parser hands it on as an error of its own."""
+
+
 class BoundedConnection(ClientConnection):
-    """A client's connection; one too many is told so and closed, and so is one whose head doesn't end."""
+    """A client's connection; one too many is told so and closed, and so is one whose head or pipeline doesn't end."""
 
     def __init__(self, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
@@ -77,8 +82,10 @@ class BoundedConnection(ClientConnection):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A head is in."""
+        """A head is in. Raises: TooManyAhead."""
         self._got_on = True
+        if len(self.pipeline) >= PIPELINED:
+            raise TooManyAhead
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

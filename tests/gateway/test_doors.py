@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.crowd import PIPELINED
 from tests.gateway.conftest import Start
 from tests.gateway.test_routes import ask
 from tests.harness import FakeEngine, Gateway, body_for, chat, free_port, refused, until
@@ -245,6 +246,22 @@ async def send_often(wire: Wire, piece: bytes) -> None:
     """Up to 300 MB."""
     for _ in range(5_000):
         await wire.send(piece)
+
+
+async def test_requests_without_end_on_one_connection_are_hung_up_on(gateway: Start) -> None:
+    """Each that waits for the one before it takes a hundred times the memory of its bytes: a few MB filled the host."""
+    gate = gateway()
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, chat(stream=True, fake={"fault": "stall", "at": 1}))
+        await wire.read_head()
+        await wire.send(wire.head("GET", "/livez") * (PIPELINED + 1))
+        async with asyncio.timeout(20):  # the request in front of them would never end
+            with contextlib.suppress(ConnectionError):
+                await wire.reader.read()
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, chat(fake={"first_ms": 100}))
+        await wire.send(wire.head("GET", "/livez") * PIPELINED)
+        assert [(await wire.answer()).status_code for _ in range(1 + PIPELINED)] == [200] * (1 + PIPELINED)
 
 
 async def test_large_head_that_ends_is_taken(gateway: Start) -> None:
