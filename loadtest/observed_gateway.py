@@ -17,7 +17,7 @@ from app.__main__ import main
 from tests.harness import Gateway, wait_until
 
 WINDOW: Final = "OBSERVED_GATEWAY_WINDOW"
-KEPT: Final = ("Call", "Ticket", "Guest", "Relay", "EngineConnection", "ClientConnection")  # for one request at most
+KEPT: Final = ("Call", "Ticket", "Guest", "Relay", "EngineConnection", "BoundedConnection")  # for one request at most
 
 
 def look(*_: object) -> None:

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from loadtest.observed_gateway import ObservedGateway
+from loadtest.observed_gateway import KEPT, ObservedGateway
 from loadtest.torture import torture
-from tests.harness import FakeEngine, chat, wait_until
+from tests.harness import FakeEngine, chat, occupied, wait_until
 from tests.wire import CHAT
 
 pytestmark = pytest.mark.slow
@@ -22,6 +22,14 @@ def test_nothing_is_left_of_clients_and_an_engine_that_misbehave() -> None:
     assert sum(found["troubles"].values()) > 0
 
 
+async def test_what_torture_looks_for_is_seen_while_it_is_there() -> None:
+    """A name of a class that no longer is would let everything be left over."""
+    with FakeEngine() as engine, ObservedGateway(engine) as gate:
+        async with occupied(gate):
+            seen = await asyncio.to_thread(gate.look)
+            assert all(seen["objects"][name] for name in KEPT), seen
+
+
 async def test_a_connection_that_was_reset_is_forgotten_at_once() -> None:
     """Its keep-alive timer ran on for 11 minutes, and held it."""
     with FakeEngine() as engine, ObservedGateway(engine) as gate:
@@ -31,5 +39,5 @@ async def test_a_connection_that_was_reset_is_forgotten_at_once() -> None:
                 assert (await wire.answer()).status_code == 200
                 wire.reset()
         await asyncio.to_thread(
-            wait_until, lambda: not gate.look()["objects"]["ClientConnection"], "the end of all connections"
+            wait_until, lambda: not gate.look()["objects"]["BoundedConnection"], "the end of all connections"
         )
