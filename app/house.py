@@ -71,11 +71,11 @@ class House:
         Raises:
             Refused: `request_too_large`, or `queue_full` when places or bytes are used up.
         """
-        self._check_size(content_length)
+        # Before anybody has to go for it: who is refused for its bytes must not cost another its place.
+        self.check_bytes(content_length, already=0, retry_after_s=retry_after_s)
         if self.guests >= self.max_guests and not displace(self._by_key[key] + 1):
             message = f"The server is full: {self.guests} requests are in it. Retry later."
             raise Refused(QUEUE_FULL, message, retry_after_s=retry_after_s())
-        self.check_bytes(content_length, already=0, retry_after_s=retry_after_s)
         self.guests += 1
         self._by_key[key] += 1
         self.held_bytes += content_length

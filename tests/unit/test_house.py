@@ -51,6 +51,19 @@ def test_a_full_house_lets_a_client_in_for_whom_another_gives_way() -> None:
     assert refusal(lambda: full.enter(0, soon, "p", lambda _: False)).kind is QUEUE_FULL
 
 
+def test_nobody_gives_way_to_a_client_whose_body_finds_no_room() -> None:
+    """With a header alone any key could have emptied the queue of all others."""
+    full = house(guests=2)
+    waiting = [full.enter(75, soon, "g") for _ in range(2)]
+
+    def displace(_: int) -> bool:
+        waiting.pop().leave()
+        return True
+
+    assert refusal(lambda: full.enter(100, soon, "p", displace)).kind is QUEUE_FULL
+    assert (len(waiting), full.guests) == (2, 2)
+
+
 @pytest.mark.parametrize(("size", "kind"), [(100, None), (101, TOO_LARGE), (10**30, TOO_LARGE)])
 def test_a_declared_body_is_measured_before_it_is_read(size: int, kind: Kind | None) -> None:
     rooms = house()
