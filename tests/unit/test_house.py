@@ -51,6 +51,21 @@ def test_a_full_house_lets_a_client_in_for_whom_another_gives_way() -> None:
     assert refusal(lambda: full.enter(0, soon, "p", lambda _: False)).kind is QUEUE_FULL
 
 
+def test_a_client_that_has_left_no_longer_counts_for_its_key() -> None:
+    """Else nobody would give way to a key any more once it had been there long enough."""
+    full, asked = house(guests=1), list[int]()
+    for _ in range(3):
+        full.enter(0, soon, "p").leave()
+    full.enter(0, soon, "g")
+
+    def displace(count: int) -> bool:
+        asked.append(count)
+        return False
+
+    assert refusal(lambda: full.enter(0, soon, "p", displace)).kind is QUEUE_FULL
+    assert asked == [1]
+
+
 def test_nobody_gives_way_to_a_client_whose_body_finds_no_room() -> None:
     """With a header alone any key could have emptied the queue of all others."""
     full = house(guests=2)
