@@ -8,9 +8,9 @@ random moment (half of these by a reset), some read slowly, some send slowly, an
 drawn too. Calls and troubles come from the seed, which is printed; what the machine makes of them differs.
 
 At the end everybody is gone, and the gateway must look as it did before. The exit code is 1 if a client got no end that
-it can tell from success, if a call reached the engine twice or was whole only for its client, if slots, bytes,
-descriptors, tasks or objects are left, if memory grows, if counters do not add up, or if the engine was told of fewer
-or more ends than the gateway says.
+it can tell from success, if a call reached the engine twice or in spite of its refusal, or was whole only for its
+client, if slots, bytes, descriptors, tasks or objects are left, if memory grows, if counters do not add up, or if the
+engine was told of fewer or more ends than the gateway says.
 """
 
 import argparse
@@ -84,6 +84,8 @@ class Tally:
             self.seen_there[name] += 1
             if self.seen_there[name] > 1 and name:
                 self.defects.append(f"sent twice: {name}")
+            if self.words.get(name) == "refused":
+                self.defects.append(f"refused, and sent nevertheless: {name}")
             if self.words.get(name) == "whole" and entry["outcome"] in ("aborted", "faulted"):
                 self.defects.append(f"whole for its client, {entry['outcome']} at the engine: {name}")
 

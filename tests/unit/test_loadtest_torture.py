@@ -57,7 +57,7 @@ def entry(name: str, outcome: str) -> dict[str, object]:
     return {"headers": [["x-request-id", name]], "outcome": outcome}
 
 
-def test_a_call_that_reached_the_engine_twice_or_was_whole_for_its_client_alone_is_a_defect() -> None:
+def test_a_call_that_reached_the_engine_twice_or_in_spite_of_its_end_is_a_defect() -> None:
     tally = Tally()
     tally.add(ONE, "whole", 200)
     tally.add_life([entry("call-1", "finished"), entry("call-2", "aborted")])
@@ -69,7 +69,10 @@ def test_a_call_that_reached_the_engine_twice_or_was_whole_for_its_client_alone_
     ]
     tally.add(ONE, "no end", 0)
     assert len(tally.defects) == 3
-    assert table({"waits": dict(tally.ends)}).splitlines()[-1].split() == ["all", "1", "0", "1", "0"]
+    tally.add(replace(ONE, index=3), "refused", 503)
+    tally.add_life([entry("call-3", "finished")])
+    assert tally.defects[3:] == ["refused, and sent nevertheless: call-3"]
+    assert table({"waits": dict(tally.ends)}).splitlines()[-1].split() == ["all", "1", "0", "1", "1", "0"]
 
 
 def test_a_line_is_found_and_its_noise_told() -> None:
