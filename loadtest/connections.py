@@ -4,7 +4,7 @@
 
 All clients connect to a gateway at its defaults, and only then each sends a call, twice on the same connection. The
 engine is a stand-in whose answers take half a second. The exit code is 1 if an answer was missing, not whole, or none
-of the contract, or if something is left over.
+of the contract, if fewer were served than there are slots and places, or if something is left over.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import uvloop
 
+from app.settings import Settings
 from loadtest.observed_gateway import ObservedGateway
 from loadtest.report import facts, progress, write_json
 from loadtest.runs import allow_many_connections
@@ -25,6 +26,7 @@ from tests.harness import FakeEngine, chat, wait_until
 from tests.wire import CHAT, Cut, Wire
 
 ROUNDS: Final = 2
+PLACES: Final = sum(Settings.model_fields[name].default for name in ("max_in_flight", "max_queue"))
 ANSWER_S: Final = 120.0
 BACKLOG: Final = 200  # that connect at the same moment: a listener's queue is bounded too
 SCRIPT: Final = {"events": 20, "gap_ms": 25}
@@ -37,12 +39,14 @@ async def connections(gate: ObservedGateway, count: int) -> dict[str, Any]:
     wires: list[Wire] = []
     for start in range(0, count, BACKLOG):
         wires += await asyncio.gather(*(Wire.open(gate.port) for _ in range(min(BACKLOG, count - start))))
-    alive = await asyncio.to_thread(lambda: gate.get("/livez").status_code == 200)
     seen = Counter[str]()
     most = gate.descriptors()
+    alive = True
     began = time.monotonic()
     for number in range(ROUNDS):
-        seen.update(await asyncio.gather(*(call(wire, stream=bool(number % 2)) for wire in wires)))
+        calls = asyncio.gather(*(call(wire, stream=bool(number % 2)) for wire in wires))
+        alive = await asyncio.to_thread(lambda: gate.get("/livez").status_code == 200) and alive
+        seen.update(await calls)
         most = max(most, gate.descriptors())
     took_s = time.monotonic() - began
     for wire in wires:
@@ -70,6 +74,12 @@ def good(words: str) -> bool:
     return words in {"200", "503 queue_full", "503 queue_timeout", "503 deadline_infeasible"}
 
 
+def well(found: dict[str, Any], count: int) -> bool:
+    """Whether all answers are good, and there are as many whole ones as there are slots and places. Pure."""
+    served = found["answers"].get("200", 0) >= ROUNDS * min(count, PLACES)
+    return served and all(map(good, found["answers"])) and found["alive_meanwhile"] and not found["traceback"]
+
+
 def measure(count: int) -> dict[str, Any]:
     """A gateway and an engine of its own, and all connections."""
     with FakeEngine() as engine, ObservedGateway(engine) as gate:
@@ -91,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
     write_json(REPORT, about | found)
     for name, value in found.items():
         print(f"{name}: {value}")
-    well = all(good(words) for words in found["answers"]) and found["alive_meanwhile"] and not found["traceback"]
-    print(f"{'all well' if well else 'DEFECTS'}; {about['machine']}; {about['at']}")
-    return 0 if well else 1
+    good_run = well(found, given.connections)
+    print(f"{'all well' if good_run else 'DEFECTS'}; {about['machine']}; {about['at']}")
+    return 0 if good_run else 1
 
 
 if __name__ == "__main__":
