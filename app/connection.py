@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.call import ABORT, CLOSE, WHOLE, WRITE
@@ -36,6 +37,49 @@ class ClientConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio. The parser skips the body of who asks for another protocol: here nobody gets one.
+
+        Taken as it is, that body would be the next request: one that a proxy in front has not seen.
+        """
+        self._unset_keepalive_if_required()
+        rest: bytes | memoryview = data
+        try:
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as wish:
+                    if not self._asks_for_upgrade():
+                        return  # what follows a CONNECT is no request
+                    rest, head = memoryview(rest)[wish.args[0] :], self._head_without_upgrade()
+                    self.parser = httptools.HttpRequestParser(self)  # the other may be at its end
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                    self.parser.feed_data(head)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _asks_for_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
+        return b"\r\n".join([first, *kept, b"", b""])
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        if self._asks_for_upgrade():
+            return  # the head comes again without
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if not self._asks_for_upgrade():
+            super().on_message_complete()
 
     def on_message_begin(self) -> None:
         """Called by the parser."""

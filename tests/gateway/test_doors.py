@@ -127,6 +127,40 @@ async def test_wish_for_another_protocol_is_not_heard_and_leaves_no_line(gateway
     assert "WebSocket" not in gate.log
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("upgrade", ["upgrade", "upgrade, close", "Upgrade, HTTP2-Settings"])
+async def test_body_of_who_wishes_for_another_protocol_is_a_body_and_no_request(
+    gateway: Start, together: bool, upgrade: str
+) -> None:
+    """Clients that try HTTP/2 first send it with every call; a proxy that passes the wish on sees one request."""
+    gate = gateway()
+    body = json.dumps(chat("GET /version HTTP/1.1\r\nhost: x\r\n\r\n", fake={"tag": "u"})).encode()
+    hidden = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    for sent, status in ((body, 200), (hidden, 400)):
+        async with await gate.wire() as wire:
+            given = {"connection": upgrade, "upgrade": "h2c", "content-length": str(len(sent))}
+            head = wire.head("POST", CHAT, given | {"content-type": "application/json"})
+            await wire.send(head + sent if together else head)
+            if not together:
+                await asyncio.sleep(0.05)
+                await wire.send(sent)
+            assert (await wire.answer()).status_code == status
+            if "close" not in upgrade:
+                await wire.request("/livez", method="GET")
+                assert (await wire.answer()).json()["status"] == "ok", "the next answer is to the next request"
+    assert gate.engine.counts()["received"] == 1
+    assert gate.engine.entry("u")["target"] == CHAT
+
+
+async def test_what_follows_a_refused_tunnel_is_no_request(gateway: Start) -> None:
+    gate = gateway()
+    async with await gate.wire() as wire:
+        await wire.send(wire.head("CONNECT", "/version") + wire.head("GET", "/version"))
+        refused(await wire.answer(), "method_not_allowed")
+        assert await wire.ended()
+    assert gate.engine.counts()["received"] == 0
+
+
 async def test_those_who_watch_are_bounded_and_one_more_is_told_so(gateway: Start) -> None:
     gate = gateway(fresh=True)
     async with contextlib.AsyncExitStack() as stack:
