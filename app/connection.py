@@ -73,6 +73,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._asks_for_upgrade():
             return  # the head comes again without
         super().on_headers_complete()
+        self.headers = []  # trailers are no headers: nobody has checked or filtered them as such
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
 

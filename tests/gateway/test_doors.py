@@ -161,6 +161,19 @@ async def test_what_follows_a_refused_tunnel_is_no_request(gateway: Start) -> No
     assert gate.engine.counts()["received"] == 0
 
 
+async def test_trailers_are_no_headers(gateway: Start) -> None:
+    """Whoever filters or sets headers in front of the gateway does not do so with trailers."""
+    gate = gateway(api_keys=KEYS)
+    for key, status in (("x", 401), ("authorization", 200)):
+        async with await gate.wire() as wire:
+            head = wire.head("POST", CHAT, {"transfer-encoding": "chunked", "content-type": "application/json"})
+            data = json.dumps(chat(fake={"tag": "t"})).encode()
+            head = head.replace(b"authorization", key.encode())
+            await wire.send(head + b"%x\r\n%b\r\n0\r\nx-api-key: value-of-a\r\nx-late: 1\r\n\r\n" % (len(data), data))
+            assert (await wire.answer()).status_code == status
+    assert "x-late" not in {name.lower() for name, _ in gate.engine.entry("t")["headers"]}
+
+
 async def test_those_who_watch_are_bounded_and_one_more_is_told_so(gateway: Start) -> None:
     gate = gateway(fresh=True)
     async with contextlib.AsyncExitStack() as stack:
