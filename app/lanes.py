@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from app.errors import INVALID, Refused
@@ -27,6 +28,9 @@ MEDIA_PARTS: Final = frozenset(
     "image_url input_image image image_pil image_embeds input_audio audio_url audio "
     "video_url video input_file file document".split()
 )
+# vLLM reads with pydantic's leave: "8" and 8.0 are 8 to it, "yes" and 1 are true.
+_NUMBER: Final = TypeAdapter(int)
+_TRUTH: Final = TypeAdapter(bool)
 # Everything that an engine may put into a prompt, on any route.
 PROMPT_FIELDS: Final = (
     "messages prompt input instructions system tools functions response_format text suffix "
@@ -87,18 +91,18 @@ class Lanes:
         if not isinstance(request, dict):
             return Demand(self._rest)
         _refuse_out_of_scope(route, request)
-        stream = request.get("stream") is True
+        stream = _truth(request.get("stream"))
+        copies, prompts = _sequences(request) if route.family in GENERATION else (1, 1)
         parts = [request[name] for name in PROMPT_FIELDS if request.get(name) is not None]
         limit = self._output_limit(route, request)
         if not parts or limit is None:
-            return Demand(self._rest, stream=stream)
+            return Demand(self._rest, weight=copies * prompts, stream=stream)
         text, ids = _prompt_tokens(parts)
         if "messages" in request:
             text += TEMPLATE_TOKENS
         prompt = round(text * self.scale) + ids
         cost = prompt + limit
         work = prompt / PROMPT_TOKENS_PER_OUTPUT_TOKEN + min(limit, MOST_TOKENS)
-        copies, prompts = _sequences(request) if route.family in GENERATION else (1, 1)
         bounded = min(copies, MOST_CHOICES)
         return Demand(self.lane_for(cost), cost, copies * prompts, stream, work, text * bounded, ids * bounded)
 
@@ -119,7 +123,8 @@ class Lanes:
         for name in OUTPUT_LIMITS[route.family]:
             value = request.get(name)
             if value is not None:
-                return value if type(value) is int and value >= 0 else None
+                number = _number(value)
+                return number if number is not None and number >= 0 else None
         return round(self._output[route.family])
 
 
@@ -139,7 +144,7 @@ def _decode(body: bytes) -> Any:
 
 
 def _refuse_out_of_scope(route: Route, request: dict[str, Any]) -> None:
-    if route.family is Family.RESPONSES and request.get("background") is True:
+    if route.family is Family.RESPONSES and _truth(request.get("background")):
         message = "Background responses are out of scope for Tidegate; send the request without `background`."
         raise Refused(INVALID, message, param="background")
     if route.family is Family.POOLING and request.get("priority") is not None:
@@ -149,12 +154,32 @@ def _refuse_out_of_scope(route: Route, request: dict[str, Any]) -> None:
 
 def _sequences(request: dict[str, Any]) -> tuple[int, int]:
     """`n`, and the number of prompts: the engine will run their product at once."""
-    n = request.get("n", 1)
+    n = _number(request.get("n"))
     prompt = request.get("prompt")
     prompts = 1
     if isinstance(prompt, list) and not _is_token_ids(prompt):
         prompts = max(1, len(prompt))
-    return n if type(n) is int and n > 1 else 1, prompts
+    return max(1, n or 1), prompts
+
+
+def _number(value: Any) -> int | None:
+    """The whole number that the engine will read here; None where it will refuse the request."""
+    if type(value) is int or value is None:
+        return value
+    try:
+        return _NUMBER.validate_python(value)
+    except ValidationError:
+        return None
+
+
+def _truth(value: Any) -> bool:
+    """Whether the engine will read this as true."""
+    if value is None or value is True or value is False:
+        return value is True
+    try:
+        return _TRUTH.validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _is_token_ids(value: list[Any]) -> bool:

@@ -165,7 +165,10 @@ class TestCost:
         assert costs[0] <= costs[1]
 
 
-NO_NUMBERS: list[Any] = [None, 0, -2, True, "3", 2.5, [3], {}]
+NO_NUMBERS: list[Any] = [None, 0, -2, True, "0", "x", 2.5, [3], {}]
+
+
+AS_THREE: list[Any] = ["3", " 3 ", 3.0, "3.0"]  # what vLLM takes for 3
 
 
 class TestWeight:
@@ -184,10 +187,15 @@ class TestWeight:
             ({"prompt": "a", "best_of": 5}, 1),
             ({"prompt": "a", "n": 10**30}, 10**30),
             *[({"prompt": "a", "n": n}, 1) for n in NO_NUMBERS],
+            *[({"prompt": "a", "n": n}, 3) for n in AS_THREE],
         ],
     )
     def test_is_the_number_of_sequences(self, body: dict[str, Any], weight: int) -> None:
         assert classify(COMPLETIONS, body).weight == weight
+
+    @pytest.mark.parametrize("unknown", [{"max_tokens": "x"}, {"prompt": None}, {"max_tokens": -1}])
+    def test_is_the_same_whatever_else_is_odd(self, unknown: dict[str, Any]) -> None:
+        assert classify(COMPLETIONS, {"prompt": "a", "n": 3} | unknown).weight == 3
 
     def test_counts_the_choices_of_a_chat(self) -> None:
         assert classify(CHAT, message("hi", n=4)).weight == 4
@@ -199,7 +207,8 @@ class TestWeight:
 
 class TestStream:
     @pytest.mark.parametrize(
-        ("value", "stream"), [(True, True), (False, False), (None, False), ("true", False), (1, False)]
+        ("value", "stream"),
+        [(True, True), (False, False), (None, False), ("true", True), (1, True), ("no", False), ([], False)],
     )
     def test_is_what_the_body_asks_for(self, value: Any, stream: bool) -> None:
         assert classify(CHAT, message("hi", stream=value)).stream is stream
@@ -214,9 +223,13 @@ class TestUnknownShapes:
     def test_go_to_the_rest_lane_as_one_request(self, route: Route, body: Any) -> None:
         assert classify(route, body) == UNKNOWN_SHAPE
 
-    @pytest.mark.parametrize("limit", ["7", 7.0, -1, True, [7], {}, math.inf, math.nan])
+    @pytest.mark.parametrize("limit", ["x", 7.5, -1, [7], {}, math.inf, math.nan])
     def test_a_limit_that_is_no_number_goes_to_the_rest_lane(self, limit: Any) -> None:
-        assert classify(CHAT, message("hi", max_tokens=limit, n=4)) == UNKNOWN_SHAPE
+        assert classify(CHAT, message("hi", max_tokens=limit)) == UNKNOWN_SHAPE
+
+    @pytest.mark.parametrize("limit", ["7", 7.0])
+    def test_a_limit_is_what_the_engine_takes_it_for(self, limit: Any) -> None:
+        assert classify(CHAT, message("hi", max_tokens=limit)) == classify(CHAT, message("hi", max_tokens=7))
 
     @pytest.mark.parametrize("body", [b"", b"--boundary\r\n", b"{", b"\xff", b"{}"])
     def test_sound_is_not_read_at_all(self, body: bytes) -> None:
@@ -225,12 +238,13 @@ class TestUnknownShapes:
 
 
 class TestOutOfScope:
-    def test_a_background_response_is_refused(self) -> None:
+    @pytest.mark.parametrize("value", [True, 1, "true", "on"])
+    def test_a_background_response_is_refused(self, value: Any) -> None:
         with pytest.raises(Refused) as caught:
-            classify(RESPONSES, {"input": "a", "background": True})
+            classify(RESPONSES, {"input": "a", "background": value})
         assert (caught.value.kind, caught.value.param) == (INVALID, "background")
 
-    @pytest.mark.parametrize("value", [False, None, "true", 1])
+    @pytest.mark.parametrize("value", [False, None, "false", 0, "x", []])
     def test_one_that_is_not_in_the_background_is_not(self, value: Any) -> None:
         classify(RESPONSES, {"input": "a", "background": value})
         classify(CHAT, message("a", background=True))
