@@ -21,9 +21,11 @@ TEMPLATE_TOKENS: Final = 20  # what a chat template adds to a conversation
 PROMPT_TOKENS_PER_OUTPUT_TOKEN: Final = 16  # read all at once, they cost an engine about as much as one that it writes
 MOST_TOKENS: Final = 10**9  # of an answer; a body may name any number
 MOST_CHOICES: Final = 10**6  # likewise
-# Decoded, a container takes thirty times its bytes: such a body would hold up everybody and fill the memory.
+# Decoded, a container takes thirty times its bytes, and a name of an object a microsecond: such a body would hold up
+# everybody and fill the memory. So would a look at each of ten million values of a list.
 LARGE_BYTES: Final = 2**20
 MOST_CONTAINERS: Final = 500_000
+MOST_VALUES: Final = 500_000
 MEDIA_PARTS: Final = frozenset(
     "image_url input_image image image_pil image_embeds input_audio audio_url audio "
     "video_url video input_file file document".split()
@@ -85,8 +87,8 @@ class Lanes:
         """
         if route.family is Family.AUDIO:
             return Demand(self._rest)
-        if len(body) > LARGE_BYTES and body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:
-            return Demand(self._rest)
+        if len(body) > LARGE_BYTES and sum(map(body.count, (b"[", b"{", b":"))) > MOST_CONTAINERS:
+            return Demand(self._rest, weight=MOST_CHOICES if route.family in GENERATION else 1)
         request = _decode(body)
         if not isinstance(request, dict):
             return Demand(self._rest)
@@ -189,9 +191,10 @@ def _is_token_ids(value: list[Any]) -> bool:
 def _prompt_tokens(parts: Iterable[Any]) -> tuple[float, int]:
     """Estimated tokens of all text in a nested value, and the number of token ids in it.
 
-    Names and values of objects count alike, so that tools and schemas do. Walks without recursion.
+    Names and values of objects count alike, so that tools and schemas do. Walks without recursion, and counts what is
+    beyond `MOST_VALUES` by its number.
     """
-    text, ids = 0.0, 0
+    text, ids, left = 0.0, 0, MOST_VALUES
     todo: deque[Any] = deque(parts)
     while todo:
         value = todo.pop()
@@ -200,7 +203,10 @@ def _prompt_tokens(parts: Iterable[Any]) -> tuple[float, int]:
         elif isinstance(value, list):
             if _is_token_ids(value):
                 ids += len(value)
+            elif len(value) > left:
+                text += len(value)
             else:
+                left -= len(value)
                 todo.extend(value)
         elif isinstance(value, dict):
             kind = value.get("type")

@@ -14,6 +14,8 @@ from app.lanes import (
     FIRST_OUTPUT_GUESS,
     MEDIA_PARTS,
     MEDIA_TOKENS,
+    MOST_CHOICES,
+    MOST_VALUES,
     OUTPUT_GUESS,
     PROMPT_FIELDS,
     SCALE_RANGE,
@@ -383,9 +385,32 @@ class TestDecoding:
         demand = lanes().classify(COMPLETIONS, b'{"prompt": "a", "n": 9, "max_tokens": 900, "max_tokens": 9, "n": 2}')
         assert (demand.lane, demand.weight) == ("short", 2)
 
-    def test_millions_of_containers_are_not_decoded_but_forwarded(self) -> None:
-        body = b'{"max_tokens": 1, "n": 3, "messages": [' + b"[]," * 600_000 + b"[]]}"
-        assert lanes().classify(CHAT, body) == Demand("long")
+    @pytest.mark.parametrize(
+        "many",
+        [b"[]," * 600_000 + b"[]", b"{" + b",".join(b'"%d":1' % n for n in range(600_000)) + b"}"],
+        ids=["containers", "names"],
+    )
+    def test_millions_of_containers_are_not_decoded_but_forwarded_with_all_the_slots_they_might_take(
+        self, many: bytes
+    ) -> None:
+        body = b'{"max_tokens": 1, "n": 3, "messages": [' + many + b"]}"
+        assert lanes().classify(CHAT, body) == Demand("long", weight=MOST_CHOICES)
+        assert lanes().classify(EMBEDDINGS, body) == Demand("long")
+
+    def test_millions_of_values_are_not_looked_at_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At a third of a microsecond or more for each, they would hold up everybody for seconds."""
+        looked_at = 0
+
+        def look(text: str) -> float:
+            nonlocal looked_at
+            looked_at += 1
+            return 0.25
+
+        monkeypatch.setattr("app.lanes.text_tokens", look)
+        body = b'{"max_tokens": 1, "prompt": ["a"' + b',"a"' * 2_000_000 + b"]}"
+        demand = lanes().classify(COMPLETIONS, body)
+        assert (demand.lane, demand.weight) == ("long", 2_000_001)
+        assert looked_at <= MOST_VALUES
 
     def test_nesting_that_the_engine_can_read_is_read(self) -> None:
         body = b'{"max_tokens": 1, "prompt": ' + b"[" * 900 + b'"' + b"a" * 400 + b'"' + b"]" * 900 + b"}"
