@@ -45,7 +45,7 @@ def load_keys(settings: Settings) -> Keys:
     if settings.api_keys_file is not None:
         source = f"TIDEGATE_API_KEYS_FILE: {settings.api_keys_file}"
         try:
-            lines = settings.api_keys_file.read_text(encoding="utf-8").splitlines()
+            lines = settings.api_keys_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise SettingsError(f"{source}: {reason}") from None
@@ -59,7 +59,7 @@ def _add(keys: dict[str, str], source: str, entries: list[str]) -> None:
         name, _, value = (part.strip() for part in entry.partition(":"))
         if not name and not value:
             continue
-        if not NAME.fullmatch(name) or not value or not value.isascii():
+        if not NAME.fullmatch(name) or not value or not (value.isascii() and value.isprintable()):
             raise SettingsError(f"{source}: entry {number} is not name:key (a name has letters, digits, - _ . only)")
         if name in keys or value in keys.values():
             raise SettingsError(f"{source}: entry {number} repeats a name or a key")

@@ -82,6 +82,19 @@ def test_a_bad_entry_stops_the_start_and_is_not_shown(entries: str, place: str, 
     assert "entry" in text
 
 
+@pytest.mark.parametrize("between", ["\n", "\r\n", "\t", "\0"])
+def test_a_value_that_no_header_can_carry_stops_the_start(between: str) -> None:
+    """Such as a list with a line for each key, where commas are wanted: nobody would get in, and nobody know why."""
+    with pytest.raises(SettingsError, match="TIDEGATE_API_KEYS: entry 1 "):
+        load(f"alice:a-key{between}bob:b-key")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:a-key\n", encoding="utf-8-sig")
+    assert load(file=file).name_of({b"x-api-key": b"a-key"}) == "alice"
+
+
 @pytest.mark.parametrize("keys", [" ", ",", " , ,"])
 def test_a_setting_of_which_no_key_is_left_stops_the_start(keys: str) -> None:
     with pytest.raises(SettingsError, match="TIDEGATE_API_KEYS: "):
