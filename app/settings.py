@@ -123,6 +123,14 @@ class Settings(BaseSettings):
             raise ValueError("must be http://host:port or unix:///path/to/socket")
         return value.rstrip("/")
 
+    @field_validator("engine_api_key")
+    @classmethod
+    def _engine_api_key(cls, value: SecretStr | None) -> SecretStr | None:
+        key = value.get_secret_value().strip() if value is not None else ""  # files often end with a line break
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("has a character in it that no header can carry")
+        return SecretStr(key) if key else None
+
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         if self.ops_port and self.ops_port == self.port:

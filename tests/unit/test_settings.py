@@ -110,6 +110,15 @@ class TestMistakes:
         assert name in text
         assert "enableServiceLinks: false" in text
 
+    @pytest.mark.parametrize(("given", "key"), [("secret\n", "secret"), (" secret \r\n", "secret"), ("\n", None)])
+    def test_line_break_at_the_end_of_the_engines_key_is_not_part_of_it(
+        self, given: str, key: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would end the head of every request to the engine in its middle."""
+        monkeypatch.setenv(f"{PREFIX}ENGINE_API_KEY", given)
+        kept = load_settings().engine_api_key
+        assert (kept and kept.get_secret_value()) == key
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [
@@ -132,6 +141,9 @@ class TestMistakes:
             ("USE_STAINLESS_TIMEOUT", "maybe"),
             ("LOG_FORMAT", "xml"),
             ("MAX_RESTARTS", "-1"),
+            ("ENGINE_API_KEY", "se\ncret"),
+            ("ENGINE_API_KEY", "secr\u00e9t"),
+            ("ENGINE_API_KEY", "secr\udce9t"),
             ("ENGINE_URL", "127.0.0.1:8001"),
             ("ENGINE_URL", "https://engine"),
             ("ENGINE_URL", "http://"),
