@@ -199,11 +199,8 @@ def watches(gate: Gateway) -> bool:
 async def test_idle_connections_never_take_the_descriptors_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = tmp_path / "python"
-    few.write_text(f'#!/bin/sh\nulimit -n 400\nexec {sys.executable} "$@"\n')
-    few.chmod(0o755)
     with FakeEngine() as engine:
-        monkeypatch.setattr(sys, "executable", str(few))
+        monkeypatch.setattr(sys, "executable", few_descriptors(tmp_path))
         with Gateway(engine) as gate:
             async with contextlib.AsyncExitStack() as stack:
                 call = await stack.enter_async_context(await gate.wire())
@@ -216,6 +213,48 @@ async def test_idle_connections_never_take_the_descriptors_of_the_engine(
             await until(lambda: gate.get("/readyz").status_code == 200, "room after they have left")
             assert gate.log.count("as many as descriptors allow") == 1
             assert "Traceback" not in gate.log
+
+
+def few_descriptors(folder: Path) -> str:
+    """A Python that may have 400 of them."""
+    few = folder / "python"
+    few.write_text(f'#!/bin/sh\nulimit -n 400\nexec {sys.executable} "$@"\n')
+    few.chmod(0o755)
+    return str(few)
+
+
+@pytest.mark.slow
+async def test_those_who_never_shake_hands_take_no_more_descriptors_than_others_and_not_for_long(
+    certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = certificate
+    with FakeEngine() as engine:
+        monkeypatch.setattr(sys, "executable", few_descriptors(tmp_path))
+        with Gateway(engine, tls_cert_file=str(cert), tls_key_file=str(key), ops_port=free_port()) as gate:
+            async with contextlib.AsyncExitStack() as stack:
+                for _ in range(500):
+                    await stack.enter_async_context(await gate.wire())
+                await until(lambda: "as many as descriptors allow" in gate.log)
+                assert gate.get("/readyz").status_code == 200, "the ops port and the engine are there"
+                async with over_tls(gate, cert) as client:
+                    await eventually_answered(client)
+            assert "Traceback" not in gate.log
+
+
+def over_tls(gate: Gateway, cert: Path) -> httpx.AsyncClient:
+    """A client that trusts that certificate."""
+    trusted = ssl.create_default_context(cafile=str(cert))
+    return httpx.AsyncClient(base_url=f"https://127.0.0.1:{gate.port}", verify=trusted, timeout=20)
+
+
+async def eventually_answered(client: httpx.AsyncClient) -> None:
+    """Once the time for shaking hands is over there is room again, while all the others still hold on."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                assert (await client.get("/version")).status_code == 200
+                return
+            await asyncio.sleep(0.2)
 
 
 async def end(wire: Wire) -> int | None:
@@ -248,10 +287,9 @@ async def test_with_a_certificate_the_main_port_speaks_https(
     certificate: tuple[Path, Path], fake: FakeEngine, stream: bool
 ) -> None:
     cert, key = certificate
-    trusted = ssl.create_default_context(cafile=str(cert))
     ops = free_port()
     with Gateway(fake, tls_cert_file=str(cert), tls_key_file=str(key), ops_port=ops) as gate:
-        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{gate.port}", verify=trusted, timeout=20) as client:
+        async with over_tls(gate, cert) as client:
             body = body_for(CHAT, stream=stream, fake={"events": 3, "gap_ms": 5})
             answer = await client.post(CHAT, json=body)
             assert answer.status_code == 200
