@@ -22,7 +22,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PIP_AUDIT: Final = Path(sys.prefix, "audit", "bin", "pip-audit")
-PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+)==(\S+)", re.MULTILINE)
+PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?==(\S+)", re.MULTILINE)
 # Those that ask for no more than to be named; MPL-2.0 also for changes of its own files.
 FREE: Final = re.compile(
     r"\b(MIT|BSD|0BSD|Apache|ISC|PSF|CNRI|Python Software Foundation|MPL|Mozilla|Unlicense|Zlib|HPND)\b"

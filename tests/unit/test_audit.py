@@ -42,3 +42,9 @@ def test_every_pin_of_a_lock_file_is_looked_at_and_each_licence_of_the_gateway_i
     assert {"fastapi", "uvicorn", "httptools"} <= {one.name for one in findings}
     assert [one.name for one in findings if not one.free] == []
     assert not any(one.asked for one in findings)
+
+
+@pytest.mark.parametrize("lock", sorted(path.stem for path in (audit.ROOT / "requirements").glob("*.txt")))
+def test_a_package_that_is_pinned_with_extras_is_looked_at_like_any_other(lock: str) -> None:
+    text = (audit.ROOT / "requirements" / f"{lock}.txt").read_text()
+    assert len(audit.pinned(lock)) == sum(line[:1].isalnum() for line in text.splitlines())
