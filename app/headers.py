@@ -12,12 +12,12 @@ _HOP_BY_HOP: Final = frozenset(
 # The client's credentials end here; the others are written anew, speak in our name, or choose a part of the engine.
 _NOT_TO_ENGINE: Final = _HOP_BY_HOP.union(
     b"host expect content-length accept-encoding authorization x-api-key cookie forwarded via x-real-ip "
-    b"x-request-id x-data-parallel-rank".split()
+    b"x-request-id x-data-parallel-rank endpoint-load-metrics-format".split()
 )
 _NOT_TO_ENGINE_PREFIXES: Final = (b"x-vllm-", b"x-tidegate-", b"x-forwarded-")
 # Those that this server writes itself, and those that tell of the engine's inside. The engine's own CORS headers would
 # open to every web page what `TIDEGATE_CORS_ORIGINS` keeps closed.
-_NOT_TO_CLIENT: Final = _HOP_BY_HOP.union(b"date server via x-powered-by x-request-id".split())
+_NOT_TO_CLIENT: Final = _HOP_BY_HOP.union(b"date server via x-powered-by x-request-id endpoint-load-metrics".split())
 _NOT_TO_CLIENT_PREFIXES: Final = (b"x-vllm-", b"x-tidegate-", b"access-control-")
 
 

@@ -12,9 +12,10 @@ CREDENTIALS = b"authorization x-api-key cookie".split()
 OURS = b"x-vllm-priority x-vllm-anything x-tidegate-reason x-forwarded-for x-forwarded-proto forwarded via".split()
 
 OTHERS = b"host expect accept-encoding content-length x-request-id x-data-parallel-rank x-real-ip".split()
+OTHERS += [b"endpoint-load-metrics-format"]  # asks vLLM to tell its load in a header of the answer
 INSIDE = (
     b"date server via x-powered-by x-request-id x-vllm-anything x-tidegate-reason access-control-allow-origin "
-    b"access-control-allow-credentials".split()
+    b"access-control-allow-credentials endpoint-load-metrics".split()
 )
 
 
