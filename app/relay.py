@@ -43,7 +43,7 @@ class Relay:
         self.is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
         # Compressed events cannot be told apart: such a stream passes as plain bytes.
         self.has_events = self.is_stream and answer.header(b"content-encoding", b"identity") == b"identity"
-        if self.has_events:  # comments and an error may come to its length
+        if self.has_events or answer.status in (204, 304):  # comments and an error may come to it; there is no body
             self._headers = [header for header in self._headers if header[0] != b"content-length"]
 
     async def run(self) -> None:

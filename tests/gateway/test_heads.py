@@ -231,6 +231,17 @@ async def test_engine_failure_in_a_plain_answer_breaks_the_connection(gateway: S
         assert (answer.status_code, answer.whole) == (200, False)
 
 
+@pytest.mark.parametrize("status", [204, 304])
+async def test_answer_without_a_body_is_whole_whatever_length_the_engine_names(gateway: Start, status: int) -> None:
+    gate = gateway()
+    script = {"status": status, "framing": "close", "headers": {"content-length": "5"}, "body": ""}
+    async with await gate.wire() as wire:
+        for _ in range(2):
+            await wire.request(CHAT, chat(fake=script))
+            assert (await wire.answer()).status_code == status
+    assert "Traceback" not in gate.log
+
+
 def check_error_end(body: bytes, code: str, route: str) -> None:
     """The stream ends in the gateway's error, in the form of its route."""
     events = events_of(body)
