@@ -157,11 +157,13 @@ def _refuse_out_of_scope(route: Route, request: dict[str, Any]) -> None:
 def _sequences(request: dict[str, Any]) -> tuple[int, int]:
     """`n`, and the number of prompts: the engine will run their product at once."""
     n = _number(request.get("n"))
-    prompt = request.get("prompt")
-    prompts = 1
-    if isinstance(prompt, list) and not _is_token_ids(prompt):
-        prompts = max(1, len(prompt))
-    return max(1, n or 1), prompts
+    prompts = 0
+    for given in (request.get("prompt"), request.get("prompt_embeds")):
+        if isinstance(given, list) and not _is_token_ids(given):
+            prompts += len(given)
+        elif given:
+            prompts += 1
+    return max(1, n or 1), max(1, prompts)
 
 
 def _number(value: Any) -> int | None:
