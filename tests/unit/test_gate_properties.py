@@ -3,8 +3,8 @@
 The rules are written down a second time here, over plain lists and without regard to speed: which waiting requests
 may go at a moment. Each admission must be one of these, and after each event there must be none left.
 
-More examples than a usual run takes: `GATE_EXAMPLES=20000 python -m pytest tests/unit/test_gate_properties.py`; with
-`GATE_EXAMPLES` set, each run tries other ones.
+More examples than a usual run takes, and than fit into a test's usual time; with `GATE_EXAMPLES` set, each run tries
+other ones: `GATE_EXAMPLES=20000 python -m pytest --timeout 0 tests/unit/test_gate_properties.py`.
 """
 
 import asyncio
