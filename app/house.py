@@ -45,7 +45,7 @@ class House:
 
     def __init__(self, max_guests: int, max_body_bytes: int, max_held_bytes: int) -> None:
         self.max_guests = max_guests
-        self.max_body_bytes = max_body_bytes
+        self.max_body_bytes = min(max_body_bytes, max_held_bytes)  # a larger one could never come in
         self.max_held_bytes = max_held_bytes
         self.guests = 0
         self._by_key: Counter[str] = Counter()

@@ -107,6 +107,12 @@ def test_all_bodies_together_are_bounded_too() -> None:
     assert (rooms.guests, rooms.held_bytes) == (2, 150)
 
 
+def test_a_body_for_which_there_is_never_room_is_not_told_to_come_back() -> None:
+    rooms = house(body=100, held=50)
+    assert refusal(lambda: rooms.enter(51, soon)).kind is TOO_LARGE
+    rooms.enter(50, soon)
+
+
 def test_a_chunked_body_counts_as_it_grows() -> None:
     rooms = house()
     guest, other = rooms.enter(0, soon), rooms.enter(90, soon)
