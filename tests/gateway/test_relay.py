@@ -328,3 +328,16 @@ async def test_client_that_pipelines_and_leaves_stops_the_stream(gateway: Start)
     await until(lambda: gate.stats()["in_flight"] == 1, "work at the engine")
     await wire.close()
     await until(lambda: gate.stats()["in_flight"] == 0, "its end")
+
+
+async def test_client_that_pipelines_and_leaves_while_the_engine_is_silent_stops_the_engine(gateway: Start) -> None:
+    """Nothing is written then that could fail, and who doesn't read doesn't see an end."""
+    gate = gateway()
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, chat(fake={"tag": "p", "fault": "stall", "at": "head"}))
+        await until(lambda: gate.engine.entries("p"))
+        await wire.request("/livez", method="GET")
+        await asyncio.sleep(0.1)
+        wire.reset()
+    await until(lambda: gate.engine.entry("p")["outcome"] == "aborted", "an abort long before the deadline")
+    gate.quiet()
