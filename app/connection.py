@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from app.call import ABORT, CLOSE, WHOLE, WRITE
 
 LINGER_S: Final = 5.0  # for a client to take what has been written before its connection is closed hard
-PIPELINED: Final = 8  # requests that may wait behind the one that is answered before no more are read
+READ_AHEAD: Final = 8  # requests that may wait behind the one that is answered before no more are read
 JOINED_BYTES: Final = 64 * 1024  # copying more costs more than a system call
 
 
@@ -77,7 +77,7 @@ class ClientConnection(HttpToolsProtocol):
         self.headers = []  # trailers are no headers: nobody has checked or filtered them as such
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
-        if 0 < len(self.pipeline) < PIPELINED:
+        if 0 < len(self.pipeline) < READ_AHEAD:
             self.flow.resume_reading()  # else nobody would see that the client of the first one leaves
 
     def on_message_complete(self) -> None:

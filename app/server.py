@@ -13,7 +13,6 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
 from typing import Any, Final
 
 import uvicorn
@@ -22,6 +21,7 @@ from fastapi import FastAPI
 from app.connection import LINGER_S
 from app.crowd import OPS_CONNECTIONS, BoundedConnection, Crowd, most_connections
 from app.gateway import Gateway
+from app.listener import Listener, TlsListener
 from app.main import create_app, create_ops_app
 from app.settings import Settings, SettingsError
 from app.status import EngineStatus
@@ -30,70 +30,12 @@ DRAINED: Final = 0
 CUT: Final = 3
 KEEP_ALIVE_S: Final = 660  # longer than load balancers keep theirs, so that they close first: they wait 600 s and more
 BACKLOG: Final = 2048
-HANDSHAKE_S: Final = 10.0  # for a client to shake hands, where the main port speaks TLS
-ACCEPT_AGAIN_S: Final = 0.1
 
 log = logging.getLogger("tidegate.server")
 
 
 class PortTaken(Exception):
     """A listener cannot be opened; the text says which and what to do."""
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _TlsServer(_Server):
-    """Counts who has not shaken hands yet as well: no protocol knows of them, and each has a descriptor."""
-
-    def __init__(self, config: uvicorn.Config, crowd: Crowd) -> None:
-        super().__init__(config)
-        self._crowd = crowd
-        self._greeting: set[asyncio.Task[None]] = set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn, which then listens to nothing itself."""
-        await super().startup([])
-        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn."""
-        tasks = [*self._accepting, *self._greeting]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await super().shutdown(sockets)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                client, _ = await loop.sock_accept(listener)
-            except OSError:  # gone again, or no descriptor left
-                await asyncio.sleep(ACCEPT_AGAIN_S)
-                continue
-            if len(self.server_state.connections) + len(self._greeting) >= self._crowd.most:
-                self._crowd.tell(loop.time())
-                client.close()
-                continue
-            task = loop.create_task(self._greet(client))
-            self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
-
-    async def _greet(self, client: socket.socket) -> None:
-        def connection() -> asyncio.Protocol:
-            return self.config.http_protocol_class(  # type: ignore[call-arg]
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-
-        with contextlib.suppress(OSError):  # what is no TLS, or breaks off, is nobody's concern
-            client.setblocking(False)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                connection, client, ssl=self.config.ssl, ssl_handshake_timeout=HANDSHAKE_S
-            )
 
 
 class GatewayServer:
@@ -155,7 +97,7 @@ class GatewayServer:
         log.info("%s: %s", signal.Signals(number).name, "ending now" if again else "draining")
         self.stop(now=again)
 
-    def _server(self, app: FastAPI) -> _Server:
+    def _server(self, app: FastAPI) -> Listener:
         """The main port bounded by descriptors, with TLS where it is set; the ops port small and plain."""
         if app is not self._app:
             return _server(app, OPS_CONNECTIONS)
@@ -180,7 +122,7 @@ class GatewayServer:
         return cut
 
 
-def _server(app: FastAPI, most: int, **tls: Any) -> _Server:
+def _server(app: FastAPI, most: int, **tls: Any) -> Listener:
     crowd = Crowd(most)
     config = uvicorn.Config(
         app,
@@ -198,7 +140,7 @@ def _server(app: FastAPI, most: int, **tls: Any) -> _Server:
         timeout_graceful_shutdown=int(LINGER_S),
         **tls,
     )
-    return _TlsServer(config, crowd) if config.is_ssl else _Server(config)
+    return TlsListener(config, crowd) if config.is_ssl else Listener(config)
 
 
 def _listen(host: str, port: int, setting: str) -> socket.socket:
