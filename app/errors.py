@@ -74,6 +74,8 @@ class Refused(Exception):
             headers.append((b"x-should-retry", b"false"))
         if self.allow:
             headers.append((b"allow", self.allow.encode()))
+        if self.kind is INVALID_KEY:
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.kind is DRAINING:
             headers.append((b"connection", b"close"))  # a retry on this connection would meet the same instance
         return headers

@@ -17,7 +17,10 @@ _NOT_TO_ENGINE: Final = _HOP_BY_HOP.union(
 _NOT_TO_ENGINE_PREFIXES: Final = (b"x-vllm-", b"x-tidegate-", b"x-forwarded-")
 # Those that this server writes itself, and those that tell of the engine's inside. The engine's own CORS headers would
 # open to every web page what `TIDEGATE_CORS_ORIGINS` keeps closed.
-_NOT_TO_CLIENT: Final = _HOP_BY_HOP.union(b"date server via x-powered-by x-request-id endpoint-load-metrics".split())
+# `x-accel-redirect` and `x-sendfile` are orders to a proxy in front.
+_NOT_TO_CLIENT: Final = _HOP_BY_HOP.union(
+    b"date server via x-powered-by x-request-id endpoint-load-metrics x-accel-redirect x-sendfile".split()
+)
 _NOT_TO_CLIENT_PREFIXES: Final = (b"x-vllm-", b"x-tidegate-", b"access-control-")
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import uvicorn
 
+from app.connection import LINGER_S
 from app.crowd import Crowd
 
 HANDSHAKE_S: Final = 10.0
@@ -70,5 +71,9 @@ class TlsListener(Listener):
         with contextlib.suppress(OSError):  # what is no TLS, or breaks off, is nobody's concern
             client.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(
-                connection, client, ssl=self.config.ssl, ssl_handshake_timeout=HANDSHAKE_S
+                connection,
+                client,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=LINGER_S,
             )

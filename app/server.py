@@ -30,6 +30,7 @@ DRAINED: Final = 0
 CUT: Final = 3
 KEEP_ALIVE_S: Final = 660  # longer than load balancers keep theirs, so that they close first: they wait 600 s and more
 BACKLOG: Final = 2048
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger("tidegate.server")
 
@@ -65,6 +66,8 @@ class GatewayServer:
         if settings.ops_port is not None:
             ops = _listen(settings.host, settings.ops_port, "TIDEGATE_OPS_PORT")
             self._sockets.append((create_ops_app(self._app), ops))
+        if not settings.api_keys and settings.api_keys_file is None and settings.host not in LOOPBACK:
+            log.warning("no API keys are set (TIDEGATE_API_KEYS): all who can reach this port may use the engine")
 
     async def run(self) -> int:
         """Serve until told to stop and drained; `DRAINED`, or `CUT` if requests were still there at the end."""

@@ -6,7 +6,8 @@ Cases are drawn from `docs/openapi.yaml` by schemathesis, and by hypothesis from
 that decide about lanes, paths in disguise and heads that two parsers could read in two ways (`fuzz_cases.py`). With the
 same seed, which is printed, they are the same again. The exit code is 0 only if nothing of this happened:
 
-    unexpected   an answer that is neither the engine's nor ours by the table of refusals, a 5xx above all
+    unexpected   an answer that is neither the engine's nor ours by the table of refusals, a 5xx above all; a refusal of
+                 a request with which nothing is wrong
     no_end       a well-formed request without a whole answer
     crashed      the gateway ended, or wrote an error or a traceback
     reached      the engine saw what was refused, what nobody sent, a path off the list, or a header that ends here
@@ -116,6 +117,8 @@ def look(case: Case, answer: Answer, findings: Findings) -> bool:
         findings.defect("told", repr(answer)[:500], case)
     if engines:
         return False
+    if case.served:
+        findings.defect("unexpected", repr(answer)[:500], case)
     if reason is None:
         not_http = answer.status_code == 400 and answer.body in (NOT_HTTP, b"")
         if not not_http and answer.status_code >= 300:

@@ -27,7 +27,7 @@ DOCUMENT: Final = Path(__file__).parent.parent / "docs" / "openapi.yaml"
 KEY: Final = "fuzz-key-that-nothing-may-tell"
 ID: Final = b"x-request-id"
 WITHOUT_KEY: Final = 8  # one request of so many
-SHARES: Final = {"schema": 0.4, "decoding": 0.2, "lanes": 0.15, "targets": 0.15, "heads": 0.1}
+SHARES: Final = {"schema": 0.4, "decoding": 0.2, "lanes": 0.15, "targets": 0.15, "wishes": 0.01, "heads": 0.09}
 JSON_ROUTES: Final = [route for route in FORWARDED if route.method == "POST" and route.family is not Family.AUDIO]
 ROUTES: Final = [*FORWARDED, *OPS, *PAGES]
 METHODS: Final = "GET POST PUT DELETE PATCH HEAD OPTIONS TRACE CONNECT PROPFIND BREW get".split()
@@ -44,6 +44,7 @@ class Case:
     body: bytes | None = None  # where it must reach the engine as it is
     framed: bool = True
     head_only: bool = False  # no more of the answer is read: one to HEAD has no body, one to a watcher has no end
+    served: bool = False  # nothing is wrong with it: the answer must be the engine's
 
 
 def cases(count: int, number: int) -> Iterator[Case]:
@@ -335,6 +336,27 @@ def _targets(count: int, number: int) -> Iterator[Build]:
         yield build
 
 
+# --- wishes: valid requests that would rather speak another protocol, as some clients' all do -------------------------
+
+WISHES: Final = st.tuples(
+    st.sampled_from(JSON_ROUTES), st.sampled_from([b"h2c", b"websocket", b"TLS/1.2, h2c", b"x"]), st.booleans()
+)
+
+
+def _wishes(count: int, number: int) -> Iterator[Build]:
+    for route, protocol, chunked in _enough(WISHES, count, number):
+        body = json.dumps(body_for(route.name)).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"upgrade"), (b"upgrade", protocol)]
+
+        def build(
+            case_id: bytes, path: str = route.name, body: bytes = body, more: Pairs = headers, chunked: bool = chunked
+        ) -> Case:
+            data = request("POST", path.encode(), with_key(1) + more, body, case_id, chunked=chunked)
+            return Case("wishes", case_id, data, body, served=True)
+
+        yield build
+
+
 # --- heads: framing that two parsers could read in two ways ----------------------------------------------------------
 
 SMUGGLED: Final = b"POST /v1/completions HTTP/1.1\r\nhost: smuggled\r\ncontent-length: 2\r\n\r\n{}"
@@ -397,5 +419,6 @@ FAMILIES: Final[dict[str, Callable[[int, int], Iterator[Build]]]] = {
     "decoding": _decoding,
     "lanes": _lanes,
     "targets": _targets,
+    "wishes": _wishes,
     "heads": _heads,
 }

@@ -249,9 +249,9 @@ class Torture:
         with contextlib.suppress(AssertionError):  # then it is told as left over
             wait_until(lambda: not gate.leftovers() and not self._held(), "gauges at 0", within=REST_S)
             wait_until(lambda: gate.get("/readyz").status_code == 200, "a ready engine", within=REST_S)
-        engine.cut("close", "idle")
         end, last = time.monotonic() + LINGER_S + 3, None
         while True:  # the last of the clients, and our own looks, are closing
+            engine.cut("close", "idle")  # two looks at once leave two connections
             time.sleep(0.2)
             seen = self._snapshot()
             if time.monotonic() > end or (seen == last and not sum(seen["objects"].values())):

@@ -38,6 +38,7 @@ async def test_a_key_is_known_by_its_name_everywhere_and_by_its_value_nowhere(ga
         assert (await ask(gate, "POST", CHAT, chat(), authorization=f"Bearer {value}")).status_code == 200
     wrong = await ask(gate, "POST", CHAT, chat(), authorization="Bearer value-of-c")
     refused(wrong, "invalid_api_key")
+    assert wrong.headers["www-authenticate"] == "Bearer"
     metrics = gate.metrics()
     assert metrics.of("tidegate_key_requests_total") == {
         "tidegate_key_requests_total[('key', 'team-a'), ('outcome', 'completed')]": 2,

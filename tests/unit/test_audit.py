@@ -37,6 +37,11 @@ def test_no_answer_is_not_taken_for_a_clean_one(
     assert says in capsys.readouterr().out
 
 
+def test_licences_alone_are_not_held_up_by_what_was_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit.main(["--service", "none"]) == 0
+    assert "0 licences to look at" in capsys.readouterr().out
+
+
 def test_every_pin_of_a_lock_file_is_looked_at_and_each_licence_of_the_gateway_is_free() -> None:
     findings = audit.audit("gateway", "none")
     assert {"fastapi", "uvicorn", "httptools"} <= {one.name for one in findings}

@@ -15,7 +15,7 @@ OTHERS = b"host expect accept-encoding content-length x-request-id x-data-parall
 OTHERS += [b"endpoint-load-metrics-format"]  # asks vLLM to tell its load in a header of the answer
 INSIDE = (
     b"date server via x-powered-by x-request-id x-vllm-anything x-tidegate-reason access-control-allow-origin "
-    b"access-control-allow-credentials endpoint-load-metrics".split()
+    b"access-control-allow-credentials endpoint-load-metrics x-accel-redirect x-sendfile".split()
 )
 
 
