@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import httpx
 
+from loadtest.processes import end_in_order
 from loadtest.report import aligned, facts, progress, write_json
 from tests.engine.launched import START_S, Launcher, processes, session_of
 from tests.engine.tiny_model import tiny_model
@@ -235,4 +236,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ import uvloop
 
 from app.settings import Settings
 from loadtest.observed_gateway import ObservedGateway
+from loadtest.processes import end_in_order
 from loadtest.report import facts, progress, write_json
 from loadtest.runs import allow_many_connections
 from tests.harness import FakeEngine, chat, wait_until
@@ -107,4 +108,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ import uvloop
 from loadtest.arms import ARMS, Options, Stage, Target
 from loadtest.client import NotServed, Shot, load, open_loop
 from loadtest.outcomes import Outcome, Record, percentile
-from loadtest.processes import ServerFailed
+from loadtest.processes import ServerFailed, end_in_order
 from loadtest.report import aligned, facts, progress, write_json
 from loadtest.runs import allow_many_connections, measure_capacity
 from loadtest.workload import Request, schedule
@@ -100,4 +100,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

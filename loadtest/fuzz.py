@@ -36,6 +36,7 @@ import h11
 from app import errors
 from app.routes import FORWARDED
 from loadtest.fuzz_cases import KEY, SHARES, Case, cases
+from loadtest.processes import end_in_order
 from loadtest.report import facts, progress, write_json
 from tests.harness import FakeEngine, Gateway
 from tests.wire import Answer, Cut, Wire
@@ -254,4 +255,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,7 @@ from loadtest.client import Address, NotServed
 from loadtest.cost_report import Figures
 from loadtest.outcomes import percentile
 from loadtest.peers import PEERS, Launch, Missing, Place, tidegate
-from loadtest.processes import Child, ServerFailed
+from loadtest.processes import Child, ServerFailed, end_in_order
 from loadtest.report import facts, progress
 from tests.harness import FakeEngine, free_port
 
@@ -265,4 +265,5 @@ def _arms(text: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

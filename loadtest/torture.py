@@ -31,6 +31,7 @@ import uvloop
 from app.connection import LINGER_S
 from loadtest.chaos import GAUGES
 from loadtest.observed_gateway import ObservedGateway
+from loadtest.processes import end_in_order
 from loadtest.report import aligned, facts, progress, write_json
 from loadtest.runs import allow_many_connections
 from loadtest.slope import Slope, slope
@@ -370,4 +371,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main(sys.argv[1:]))

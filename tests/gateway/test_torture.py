@@ -1,13 +1,18 @@
 """A small run of `make torture`, and what its larger runs have found."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from loadtest.observed_gateway import KEPT, ObservedGateway
 from loadtest.torture import torture
-from tests.harness import FakeEngine, chat, occupied, wait_until
-from tests.wire import CHAT
+from tests.harness import ROOT, FakeEngine, chat, occupied, wait_until
+from tests.wire import CHAT, PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +25,22 @@ def test_nothing_is_left_of_clients_and_an_engine_that_misbehave() -> None:
     assert {"left", "refused", "whole", "engine error"} <= found["ends"].keys()
     assert found["ends_told"]["told"] > 0
     assert sum(found["troubles"].values()) > 0
+
+
+def test_the_servers_of_an_experiment_end_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.torture"]
+    one = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    about = Path("/proc", str(one.pid))
+    try:
+        wait_until(lambda: len(list(about.glob("fd/*"))) > 40, "a crowd of clients")
+        servers = (about / "task" / str(one.pid) / "children").read_text().split()
+        assert len(servers) == 2
+        one.terminate()
+        assert one.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert not [pid for pid in servers if Path("/proc", pid).exists()]
+    finally:
+        one.kill()
+        one.wait()
 
 
 async def test_what_torture_looks_for_is_seen_while_it_is_there() -> None:
