@@ -126,7 +126,6 @@ async def test_generation_stops_when_a_plain_calls_client_leaves(gateway: Start)
         async with gate.client(timeout=0.5) as client:
             await client.post(CHAT, json=chat(fake={"first_ms": 20_000, "tag": "left"}))
     await until(lambda: gate.engine.entry("left")["outcome"] == "aborted")
-    assert gate.engine.entry("left")["ended"] - gate.engine.entry("left")["received"] < 10
 
 
 async def test_headers_then_silence_for_ever_ends_at_the_deadline(gateway: Start) -> None:

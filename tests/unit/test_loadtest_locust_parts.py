@@ -108,8 +108,8 @@ def test_a_stream_is_timed_at_its_tokens_and_not_at_its_head_or_its_comments() -
         seen = call(url)
     assert seen.failure == ""
     assert seen.record.first is not None
-    assert 0.3 <= seen.record.first < 3
-    assert 0.2 <= seen.longest_gap < 2
+    assert seen.record.first >= 0.3
+    assert seen.longest_gap >= 0.2
     assert seen.record.events == 3
     assert seen.between_s is not None
     assert seen.text() == "aaa"
