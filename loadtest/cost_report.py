@@ -17,6 +17,7 @@ class Figures:
     coalesced_us: float
     call_us: float
     call_p50_ms: float
+    busy_p50_ms: float
     calls_s: float
     gap_p99_ms: float
 
@@ -26,6 +27,7 @@ COLUMNS: Final = {
     "coalesced_us": "coalesced µs/event",
     "call_us": "CPU µs/call",
     "call_p50_ms": "one call alone p50 ms",
+    "busy_p50_ms": "32 in flight p50 ms",
     "calls_s": "calls/s",
     "gap_p99_ms": "event gap p99 ms",
 }
@@ -63,31 +65,33 @@ def ratios(arms: Mapping[str, Sequence[Figures]]) -> list[str]:
         lines.append(f"CPU per {label}: tidegate is {text}")
     if "direct" in arms:
         added = mean(arms[OURS], "call_p50_ms") - mean(arms["direct"], "call_p50_ms")
-        lines.append(f"A plain call alone takes {added:.2f} ms longer through tidegate than direct (p50)")
+        busy = mean(arms[OURS], "busy_p50_ms") - mean(arms["direct"], "busy_p50_ms")
+        lines.append(
+            f"A plain call takes {added:.2f} ms longer through tidegate than direct when it is alone, "
+            f"{busy:.2f} ms with 32 in flight (p50)"
+        )
     return lines
 
 
-def own_table(own: Mapping[str, float]) -> str:
+def own_table(own: Mapping[str, Sequence[float]]) -> str:
     """What was asked of this gateway alone."""
-    say: Callable[[str], str] = lambda text: text.format(own=own, early_calls=own["calls"] / 5)  # noqa: E731
+    said = {name: _spread(values) for name, values in own.items()}
+    calls, early, late = (own[name][0] for name in ("calls", "early_mib", "late_mib"))
     lines = [
         "",
-        say("A refusal costs {own[refusal_us]:.0f} µs CPU, {own[refusal_connection_us]:.0f} µs on a new connection."),
-        say(
-            "Beside 100 streams and 1,000 refusals a second: gap between events p99 {own[gap_p99_refusing_ms]:.1f} ms,"
-        ),
-        say("without the refusals {own[gap_p99_quiet_ms]:.1f} ms. An open stream holds {own[stream_kib]:.0f} KiB."),
-        say(
-            "Memory after {early_calls:,.0f} calls {own[early_mib]:.1f} MiB, {own[calls]:,.0f} {own[late_mib]:.1f} MiB."
-        ),
+        f"A refusal costs {said['refusal_us']} µs CPU, {said['refusal_connection_us']} µs on a new connection.",
+        f"Gap between the events of 100 streams, p99: {said['gap_p99_quiet_ms']} ms,",
+        f"beside 1,000 refusals a second {said['gap_p99_refusing_ms']} ms.",
+        f"An open stream holds {said['stream_kib']} KiB.",
+        f"Memory: {early:.1f} MiB after {calls / 5:,.0f} calls, {late:.1f} after {calls:,.0f}.",
     ]
     if "vllm_tokens_s_through" in own:
-        direct, through = own["vllm_tokens_s_direct"], own["vllm_tokens_s_through"]
+        direct, through = (sum(own[f"vllm_tokens_s_{name}"]) for name in ("direct", "through"))
         lines += [
-            f"Real vLLM, its default model, 16 in flight: {direct:.0f} tokens/s direct, {through:.0f} through tidegate",
-            f"({100 * through / direct:.1f}%);"
-            + say(" first token p50 {own[vllm_first_ms_direct]:.1f} ms direct, ")
-            + say("{own[vllm_first_ms_through]:.1f} ms through."),
+            "Real vLLM, its default model, 16 in flight:",
+            f"{said['vllm_tokens_s_direct']} tokens/s direct,",
+            f"{said['vllm_tokens_s_through']} through tidegate ({100 * through / direct:.1f}%),",
+            f"first token p50 {said['vllm_first_ms_direct']} ms direct, {said['vllm_first_ms_through']} ms through.",
         ]
     return "\n".join(lines)
 
@@ -103,10 +107,15 @@ def write(
     about: Mapping[str, Any],
     arms: Mapping[str, Any],
     missing: Mapping[str, str],
-    own: Mapping[str, float],
+    own: Mapping[str, Sequence[float]],
 ) -> None:
     """Everything, as JSON."""
-    content = {**about, "arms": arms, "missing": dict(missing), "tidegate_alone": dict(own)}
+    content = {
+        **about,
+        "arms": arms,
+        "missing": dict(missing),
+        "tidegate_alone": {name: [*values] for name, values in own.items()},
+    }
     write_json(folder / "cost.json", content)
 
 
@@ -138,6 +147,11 @@ def draw(file: Path, arms: Mapping[str, Sequence[Figures]], about: Mapping[str, 
 def _cell(arm: str, name: str, runs: Sequence[Figures]) -> str:
     if arm == "direct" and name.endswith("_us"):
         return "-"
-    values = [getattr(run, name) for run in runs]
+    return _spread([getattr(run, name) for run in runs])
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean [lowest, highest]; of one value that alone."""
     decimals: Callable[[float], str] = lambda value: f"{value:,.2f}" if value < 10 else f"{value:,.0f}"  # noqa: E731
-    return f"{decimals(sum(values) / len(values))} [{decimals(min(values))}, {decimals(max(values))}]"
+    mean_of = decimals(sum(values) / len(values))
+    return mean_of if len(values) == 1 else f"{mean_of} [{decimals(min(values))}, {decimals(max(values))}]"

@@ -7,10 +7,11 @@ arm. Figures of one run can be compared with each other, and with nothing else.
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,9 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _benchmark(
     names: Sequence[str], rounds: int, out: Path, *, quick: bool, vllm: bool
-) -> tuple[dict[str, list[Figures]], dict[str, str], dict[str, float]]:
+) -> tuple[dict[str, list[Figures]], dict[str, str], dict[str, list[float]]]:
     arms: dict[str, list[Figures]] = {name: [] for name in (DIRECT, *names)}
     missing: dict[str, str] = {}
+    refusals: list[dict[str, float]] = []
+    own: dict[str, list[float]] = {}
     with FakeEngine(tcp=True) as engine:
         assert engine.port is not None
         for number in range(1, rounds + 1):
@@ -95,7 +98,13 @@ async def _benchmark(
                         raise
                     missing[name] = str(why).splitlines()[0]
                     progress(f"  {name} is missing: {why}")
-        own = await _ourselves(engine, out, quick=quick) if "tidegate" in arms else {}
+            if cost_report.OURS in arms:
+                progress(f"round {number} of {rounds}: refusals")
+                refusals.append(await _refusals(engine, out))
+        if refusals:
+            progress("memory")
+            own = {name: [one[name] for one in refusals] for name in refusals[0]}
+            own |= await _memory(engine, out, MANY_CALLS // 20 if quick else MANY_CALLS)
     if own and vllm and not quick:
         try:
             own |= await through_vllm.measure(rounds, out)
@@ -162,53 +171,29 @@ async def _measure(engine: FakeEngine, address: Address, cpu_s: Callable[[], flo
         coalesced_us=1e6 * coalesced_cpu / coalesced.events,
         call_us=1e6 * plain_cpu / len(plain.latencies),
         call_p50_ms=1e3 * statistics.median(alone.latencies),
+        busy_p50_ms=1e3 * statistics.median(plain.latencies),
         calls_s=len(plain.latencies) / plain.took_s,
         gap_p99_ms=1e3 * (percentile(streamed.gaps, 0.99) or 0.0),
     )
 
 
-async def _ourselves(engine: FakeEngine, out: Path, *, quick: bool) -> dict[str, float]:
-    """What is asked of this gateway alone: refusals, refusals beside streams, memory."""
-    assert engine.port is not None
-    own: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
-        place = Place(free_port(), engine.port, Path(folder))
-        progress("refusals")
-        engine.defaults(**PLAIN)
-        full = tidegate(place, MAX_IN_FLIGHT=str(STREAMS), MAX_QUEUE="0", LANES='[{"name": "all"}]')
-        child = await _start("tidegate-full", full, place, out)
-        try:
-            own |= await _refusals(engine, child, Address(port=place.port))
-        finally:
-            child.stop()
-        progress("memory")
-        engine.defaults(**PLAIN)
-        child = await _start("tidegate-memory", tidegate(place, MAX_IN_FLIGHT=str(MANY_STREAMS)), place, out)
-        try:
-            own |= await _memory(engine, child, Address(port=place.port), MANY_CALLS // 20 if quick else MANY_CALLS)
-        finally:
-            child.stop()
-    return own
+async def _refusals(engine: FakeEngine, out: Path) -> dict[str, float]:
+    """What a refusal costs, and what many of them do to streams beside them."""
+    async with _ours(engine, "tidegate-full", out, MAX_IN_FLIGHT=str(STREAMS), MAX_QUEUE="0") as (child, address):
+        engine.defaults(**EVENTS)
+        quiet = await traffic.streams(address, STREAMS)
+        busy = asyncio.create_task(traffic.streams(address, STREAMS))
+        await asyncio.sleep(0.5)  # every slot is taken
+        storm = traffic.refusals(address, REFUSALS_A_SECOND * STORM_S, STREAMS, REFUSALS_A_SECOND)
+        beside, _ = await asyncio.gather(busy, storm)
 
-
-async def _refusals(engine: FakeEngine, child: Child, address: Address) -> dict[str, float]:
-    engine.defaults(**EVENTS)
-    quiet = await traffic.streams(address, STREAMS)
-    busy = asyncio.create_task(traffic.streams(address, STREAMS))
-    await asyncio.sleep(0.5)  # every slot is taken
-    storm = traffic.refusals(address, REFUSALS_A_SECOND * STORM_S, STREAMS, REFUSALS_A_SECOND)
-    beside, _ = await asyncio.gather(busy, storm)
-
-    engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)  # streams that only hold their slots
-    holding = asyncio.create_task(traffic.streams(address, STREAMS))
-    await asyncio.sleep(0.5)
-    before = child.cpu_s()
-    await traffic.refusals(address, REFUSALS, IN_FLIGHT)
-    kept = child.cpu_s() - before
-    await traffic.calls(address, REFUSALS, IN_FLIGHT, status=503)
-    fresh = child.cpu_s() - before - kept
-    holding.cancel()
-    await asyncio.gather(holding, return_exceptions=True)
+        async with _held_streams(engine, address, STREAMS):
+            await asyncio.sleep(0.5)
+            before = child.cpu_s()
+            await traffic.refusals(address, REFUSALS, IN_FLIGHT)
+            kept = child.cpu_s() - before
+            await traffic.calls(address, REFUSALS, IN_FLIGHT, status=503)
+            fresh = child.cpu_s() - before - kept
     return {
         "refusal_us": 1e6 * kept / REFUSALS,
         "refusal_connection_us": 1e6 * fresh / REFUSALS,
@@ -217,24 +202,49 @@ async def _refusals(engine: FakeEngine, child: Child, address: Address) -> dict[
     }
 
 
-async def _memory(engine: FakeEngine, child: Child, address: Address, calls: int) -> dict[str, float]:
-    await traffic.calls(address, calls // 5, IN_FLIGHT)
-    early = child.memory_bytes()
-    for _ in range(8):
-        await traffic.calls(address, calls // 10, IN_FLIGHT)
-    late = child.memory_bytes()
-    engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)
-    holding = asyncio.create_task(traffic.streams(address, MANY_STREAMS))
-    await asyncio.sleep(3)
-    holds = child.memory_bytes()
-    holding.cancel()
-    await asyncio.gather(holding, return_exceptions=True)
+async def _memory(engine: FakeEngine, out: Path, calls: int) -> dict[str, list[float]]:
+    """What it holds after few and many calls, and for an open stream; once, as it is nothing that scatters."""
+    async with _ours(engine, "tidegate-memory", out, MAX_IN_FLIGHT=str(MANY_STREAMS)) as (child, address):
+        await traffic.calls(address, calls // 5, IN_FLIGHT)
+        early = child.memory_bytes()
+        for _ in range(8):
+            await traffic.calls(address, calls // 10, IN_FLIGHT)
+        late = child.memory_bytes()
+        async with _held_streams(engine, address, MANY_STREAMS):
+            await asyncio.sleep(3)
+            holds = child.memory_bytes()
     return {
-        "stream_kib": (holds - late) / KILO / MANY_STREAMS,
-        "early_mib": early / KILO**2,
-        "late_mib": late / KILO**2,
-        "calls": calls,
+        "stream_kib": [(holds - late) / KILO / MANY_STREAMS],
+        "early_mib": [early / KILO**2],
+        "late_mib": [late / KILO**2],
+        "calls": [calls],
     }
+
+
+@contextlib.asynccontextmanager
+async def _ours(engine: FakeEngine, name: str, out: Path, **settings: str) -> AsyncIterator[tuple[Child, Address]]:
+    """A gateway of ours, in one lane."""
+    assert engine.port is not None
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        place = Place(free_port(), engine.port, Path(folder))
+        engine.defaults(**PLAIN)
+        child = await _start(name, tidegate(place, LANES='[{"name": "all"}]', **settings), place, out)
+        try:
+            yield child, Address(port=place.port)
+        finally:
+            child.stop()
+
+
+@contextlib.asynccontextmanager
+async def _held_streams(engine: FakeEngine, address: Address, count: int) -> AsyncIterator[None]:
+    """Streams that only hold their slots."""
+    engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)
+    holding = asyncio.create_task(traffic.streams(address, count))
+    try:
+        yield
+    finally:
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -248,7 +258,11 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--arms", type=_arms, default=tuple(PEERS), help="comma-separated (default: all)")
     flags.add_argument("--rounds", type=int, choices=range(1, 11), default=3, metavar="N", help="1 to 10 (default: 3)")
-    flags.add_argument("--quick", action="store_true", help="a tenth of the load: for a look, not for a judgement")
+    flags.add_argument(
+        "--quick",
+        action="store_true",
+        help="a tenth of the calls, a fifth of the streams: for a look, not for a judgement",
+    )
     flags.add_argument(
         "--vllm", action=argparse.BooleanOptionalAction, default=True, help="in front of real vLLM too (four minutes)"
     )

@@ -21,8 +21,8 @@ SECONDS: Final = 20.0
 PATIENT: Final = replace(SHORT, limit_s=300.0)  # deadlines are not what is measured here
 
 
-async def measure(rounds: int, out: Path) -> dict[str, float]:
-    """Keep the engine full, directly and through the gateway in turn; means over the rounds.
+async def measure(rounds: int, out: Path) -> dict[str, list[float]]:
+    """Keep the engine full, directly and through the gateway in turn; each figure, round by round.
 
     Raises:
         Missing: vLLM is not installed.
@@ -40,8 +40,8 @@ async def measure(rounds: int, out: Path) -> dict[str, float]:
                     seen[name].append(await _full(address, next(salts)))
     found = {}
     for name, runs in seen.items():
-        found[f"vllm_tokens_s_{name}"] = statistics.mean(sum(record.events for record in run) / SECONDS for run in runs)
-        found[f"vllm_first_ms_{name}"] = 1e3 * statistics.mean(_first_p50(run) for run in runs)
+        found[f"vllm_tokens_s_{name}"] = [sum(record.events for record in run) / SECONDS for run in runs]
+        found[f"vllm_first_ms_{name}"] = [1e3 * _first_p50(run) for run in runs]
     return found
 
 

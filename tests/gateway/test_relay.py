@@ -65,6 +65,30 @@ async def test_answer_is_the_engines_to_the_byte(
         assert through.headers.get(name) == direct.headers.get(name)
 
 
+@pytest.mark.parametrize("chunk_bytes", [0, 7])
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+async def test_a_stream_that_the_engine_closes_early_is_its_own_up_to_there(
+    gateway: Start, route: str, chunk_bytes: int
+) -> None:
+    script = {"events": 8, "fault": "close", "at": 3} | ({"chunk_bytes": chunk_bytes} if chunk_bytes else {})
+    direct, through = await direct_and_through(gateway(engine=TCP), route, body_for(route, fake=script, stream=True))
+    assert not direct.whole
+    assert b"w2" in direct.body
+    assert through.body.startswith(direct.body)
+    added = through.body.removeprefix(direct.body)
+    assert added.startswith(b"event: error\ndata: {" if route == MESSAGES else b'data: {"error":')
+    assert added.count(b"data: {") == 1
+
+
+async def test_a_plain_answer_that_the_engine_closes_early_is_its_own_up_to_there(gateway: Start) -> None:
+    body = chat(fake={"size": MIB, "events": 1, "fault": "close", "at": 0, "half": True})
+    direct, through = await direct_and_through(gateway(engine=TCP), CHAT, body)
+    assert not direct.whole
+    assert not through.whole
+    assert len(direct.body) > MIB // 3
+    assert through.body == direct.body
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -119,16 +143,20 @@ async def test_expecting_client_is_refused_without_being_asked_for_its_body(gate
         assert (await wire.read_head())[0] == 413
 
 
-async def test_pipelined_calls_are_answered_in_order(gateway: Start) -> None:
-    gate = gateway()
+@pytest.mark.parametrize("stream", [True, False])
+async def test_pipelined_calls_are_answered_in_order(gateway: Start, stream: bool) -> None:
+    gate = gateway(engine=TCP)
+    scripts: list[dict[str, Any]] = [{"first_ms": 200, "tag": "a"}, {"tag": "b"}, {"first_ms": 50, "tag": "c"}]
+    bodies = [chat(stream=stream, fake=script) for script in scripts]
+    apart = [(await direct_and_through(gate, CHAT, body))[0].body for body in bodies]
     async with await gate.wire() as wire:
-        scripts: list[dict[str, Any]] = [{"first_ms": 200, "tag": "a"}, {"tag": "b"}, {"first_ms": 50, "tag": "c"}]
         head, calls = {"content-type": "application/json"}, b""
-        for script in scripts:
-            data = json.dumps(chat(fake=script)).encode()
+        for body in bodies:
+            data = json.dumps(body).encode()
             calls += wire.head("POST", CHAT, head | {"content-length": str(len(data))}) + data
         await wire.send(calls)
-        assert [(await wire.answer()).json()["id"][-1] for _ in scripts] == ["a", "b", "c"]
+        assert [(await wire.answer()).body for _ in bodies] == apart
+    assert len({*apart}) == len(apart)
 
 
 @pytest.mark.parametrize("stream", [True, False])

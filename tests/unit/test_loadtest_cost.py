@@ -14,7 +14,7 @@ from loadtest.peers import PEERS, Missing, Place
 
 
 def figures(event_us: float, call_us: float = 100.0, call_p50_ms: float = 1.0) -> Figures:
-    return Figures(event_us, 2.0, call_us, call_p50_ms, 1000.0, 20.0)
+    return Figures(event_us, 2.0, call_us, call_p50_ms, 20 * call_p50_ms, 1000.0, 20.0)
 
 
 ARMS = {
@@ -32,6 +32,7 @@ def test_ours_is_told_by_the_better_of_the_rust_gateways_and_by_everyone() -> No
     assert "3.00 x nginx" in event
     assert "1.00 x nginx" in call
     assert "0.50 ms longer" in added
+    assert "10.00 ms with 32 in flight" in added
 
 
 def test_an_arm_that_could_not_be_had_is_in_the_table_with_the_reason() -> None:
@@ -72,3 +73,14 @@ def test_everything_is_written(tmp_path: Path) -> None:
     about: dict[str, Any] = {"machine": "m", "at": "2026-01-01T00:00"}
     cost_report.write(tmp_path, about, {"nginx": []}, {"smg": "why"}, {})
     assert json.loads((tmp_path / "cost.json").read_text())["missing"] == {"smg": "why"}
+
+
+def test_what_is_asked_of_ours_alone_is_told_with_its_spread() -> None:
+    names = "refusal_us refusal_connection_us gap_p99_quiet_ms gap_p99_refusing_ms vllm_tokens_s_direct".split()
+    names += "vllm_tokens_s_through vllm_first_ms_direct vllm_first_ms_through".split()
+    own = {name: [100.0, 120.0] for name in names}
+    own |= {"stream_kib": [21.0], "early_mib": [59.0], "late_mib": [59.5], "calls": [1000]}
+    said = cost_report.own_table(own)
+    assert "A refusal costs 110 [100, 120] µs CPU" in said
+    assert "holds 21 KiB" in said
+    assert "(100.0%)" in said
