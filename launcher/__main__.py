@@ -82,24 +82,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
     parser.add_argument("--no-preflight", action="store_true", help="don't estimate whether the model fits; just try")
+    options = parser.parse_args(given[:split])
+    json_lines = False  # until the settings are known
     try:
-        serve = _serve(parser.parse_args(given[:split]), given[split + 1 :])
+        asked = load_settings(host=options.host, port=options.port)
+        json_lines = asked.log_format == "json"
+        configure(asked.log_format)
+        serve = _serve(options, asked, given[split + 1 :])
         return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(serve)
     except (SettingsError, PortTaken, BadArguments, DeviceMissing, ModelMissing) as error:
-        return _complain(str(error), USAGE)
+        return _complain(str(error), USAGE, json_lines=json_lines)
     except DoesNotFit as error:
-        return _complain(f"{error} (an estimate; --no-preflight tries all the same)", FAILED)
+        text = f"{error} (an estimate; --no-preflight tries all the same)"
+        return _complain(text, FAILED, json_lines=json_lines)
     except (ModelFailed, EngineMissing) as error:
-        return _complain(str(error), FAILED)
+        return _complain(str(error), FAILED, json_lines=json_lines)
     except EngineFailed as error:
-        return _complain("\n".join([*(f"engine   | {line}" for line in error.lines[-LAST_LINES:]), str(error)]), FAILED)
+        return _complain(str(error), FAILED, error.lines[-LAST_LINES:], json_lines=json_lines)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-async def _serve(options: argparse.Namespace, extra: Sequence[str]) -> int:
+async def _serve(options: argparse.Namespace, asked: Settings, extra: Sequence[str]) -> int:
+    """`asked` is what the user says; what follows from it comes here."""
     flags = {"host": options.host, "port": options.port}
-    asked = load_settings(**flags)  # what the user says; what follows from it comes below
     device = find(options.device)
     model = _model(options.model)
     key = asked.engine_api_key.get_secret_value() if asked.engine_api_key else None
@@ -109,8 +115,7 @@ async def _serve(options: argparse.Namespace, extra: Sequence[str]) -> int:
     try:
         plan = make_plan(device, model, folder / "engine.sock", extra, os.environ, max_in_flight=limit, api_key=key)
         settings = load_settings(**flags, max_in_flight=plan.limit, engine_url=f"unix://{plan.socket}")
-        configure(settings.log_format)
-        say, show = _voices(settings)
+        say, show = _voices(json_lines=settings.log_format == "json")
         status = EngineStatus()
         server = GatewayServer(settings, status)
         server.bind()  # a taken port is found before the model loads
@@ -216,9 +221,9 @@ def _private_folder() -> Path:
     )
 
 
-def _voices(settings: Settings) -> tuple[Callable[[str], None], Callable[[str], None]]:
+def _voices(*, json_lines: bool) -> tuple[Callable[[str], None], Callable[[str], None]]:
     """How the launcher speaks, and how the engine's lines are shown: as log records where all lines must be JSON."""
-    if settings.log_format == "json":
+    if json_lines:
         ours, engines = (logging.getLogger(f"tidegate.{name}") for name in ("launcher", "engine"))
         return lambda line: ours.info("%s", line), lambda line: engines.info("%s", line)
     return lambda line: _print(f"tidegate | {line}"), lambda line: _print(f"engine   | {line}")
@@ -244,9 +249,15 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _complain(text: str, code: int) -> int:
-    head, _, last = text.rpartition("\n")
-    _print(f"{head}\ntidegate: {last}" if head else f"tidegate: {last}")
+def _complain(text: str, code: int, lines: Sequence[str] = (), *, json_lines: bool) -> int:
+    """Say why it ends, after what the engine said last."""
+    _, show = _voices(json_lines=json_lines)
+    for line in lines:
+        show(line)
+    if json_lines:
+        logging.getLogger("tidegate.launcher").error("%s", text)
+    else:
+        _print(f"tidegate: {text}")
     return code
 
 

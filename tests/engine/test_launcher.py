@@ -64,8 +64,11 @@ def test_it_starts_answers_outlives_its_engines_and_leaves_nothing(launch: Launc
 def test_a_flag_that_vllm_does_not_know_ends_it_with_vllms_own_words(launch: Launch) -> None:
     one = launch("--no-such-flag")
     assert one.exit_code(START_S) == 1
-    assert "engine   | api_server.py: error: unrecognized arguments: --no-such-flag" in one.log
-    assert one.log.splitlines()[-1].endswith("error: unrecognized arguments: --no-such-flag")
+    shown, reason = one.log.splitlines()[-2:]
+    assert shown == "engine   | api_server.py: error: unrecognized arguments: --no-such-flag"
+    assert one.log.count(f"{shown}\n") == 2, "as it came, and again next to the reason"
+    assert reason.startswith("tidegate: ")
+    assert reason.endswith("error: unrecognized arguments: --no-such-flag")
     assert not re.search(r"^Traceback", one.log, re.MULTILINE)
     assert "restart" not in one.log
 

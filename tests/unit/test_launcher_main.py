@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from app.settings import Settings
-from launcher.__main__ import _private_folder, _url
+from launcher.__main__ import LAST_LINES, _private_folder, _url
 from launcher.supervisor import EngineFailed
 from tests.harness import ROOT, Child, free_port, wait_until
 from tests.unit.launcher_engine import is_alive
@@ -180,8 +180,10 @@ def test_an_engine_that_cannot_start_ends_it_with_the_reason(launch: Launch) -> 
         "MODEL", lives=[{"exit": 2, "say": ["usage: api_server.py", "api_server.py: error: unrecognized: --x"]}]
     )
     assert one.exit_code() == 1
-    assert one.log.splitlines()[-1] == "tidegate: the engine could not start (exit code 2): error: unrecognized: --x"
-    assert "engine   | usage: api_server.py" in one.log
+    shown = ["engine   | usage: api_server.py", "engine   | api_server.py: error: unrecognized: --x"]
+    reason = "tidegate: the engine could not start (exit code 2): error: unrecognized: --x"
+    assert one.log.splitlines()[-3:] == [*shown, reason]
+    assert one.log.count(f"{shown[0]}\n") == 2, "as it came, and again next to the reason"
     assert "Traceback" not in one.log
     assert len(one.notes) == 1
 
@@ -242,9 +244,15 @@ def state_of(pid: int) -> str:
 
 @pytest.mark.slow
 def test_a_crash_loop_ends_it(launch: Launch) -> None:
-    one = launch("MODEL", lives=[{"after": 0.1, "exit": 1, "say": ["RuntimeError: boom"]}], max_restarts="1")
+    """With what the last engine said last; its live output is far above, before the gateway's own end."""
+    said = [f"line {number}" for number in range(LAST_LINES)] + ["RuntimeError: boom"]
+    one = launch("MODEL", lives=[{"after": 0.1, "exit": 1, "say": said}], max_restarts="1")
     assert one.exit_code() == 1
-    assert one.log.splitlines()[-1] == "tidegate: the engine has ended (exit code 1): RuntimeError: boom"
+    last, reason = one.log.splitlines()[-LAST_LINES - 1 : -1], one.log.splitlines()[-1]
+    assert last == [f"engine   | {line}" for line in said[1:]]
+    assert one.log.count("engine   | line 9\n") == 3, "one for each engine, and one at the end"
+    assert one.log.count("engine   | line 0\n") == 2
+    assert reason == "tidegate: the engine has ended (exit code 1): RuntimeError: boom"
     assert len(one.notes) == 2
 
 
@@ -379,6 +387,21 @@ def test_all_lines_are_json_where_that_is_asked_for(launch: Launch) -> None:
     wait_until(lambda: "ready: fake-model" in one.log, "a ready engine")
     messages = {line["logger"]: line["message"] for line in map(json.loads, one.log.splitlines())}
     assert messages["tidegate.engine"] == "100% loaded"
+
+
+def test_all_lines_are_json_to_the_end(launch: Launch) -> None:
+    one = launch("MODEL", lives=[{"exit": 1, "say": ["RuntimeError: boom"]}], log_format="json")
+    assert one.exit_code() == 1
+    *_, line, reason = map(json.loads, one.log.splitlines())
+    assert (line["logger"], line["message"]) == ("tidegate.engine", "RuntimeError: boom")
+    assert (reason["logger"], reason["level"]) == ("tidegate.launcher", "error")
+    assert reason["message"] == "the engine could not start (exit code 1): RuntimeError: boom"
+
+
+def test_a_refusal_to_start_is_json_too(launch: Launch) -> None:
+    one = launch("MODEL", "--", "--port", "1", log_format="json")
+    assert one.exit_code() == 2
+    assert "--port cannot be passed on to vLLM" in json.loads(one_line(one))["message"]
 
 
 def with_pip(one: Launcher, script: str) -> Launcher:
