@@ -44,6 +44,7 @@ OURS: Final = {
     "grpc",
 }
 COMPILED: Final = {"enforce-eager", "optimization-level", "compilation-config"}
+DTYPES: Final = ("auto", "bfloat16", "float", "float16", "float32", "half")  # as vLLM knows them
 CACHE_SIZE: Final = {"kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-blocks-override"}
 
 
@@ -97,6 +98,8 @@ def make_plan(
         )
     if extra and not extra[0].startswith("-"):  # vLLM would serve what --model says
         raise BadArguments(f"{extra[0]}: no argument of vLLM's begins like that; MODEL goes before the --")
+    if (dtype := given.get("dtype", "auto")) not in DTYPES:  # vLLM would say so after seconds
+        raise BadArguments(f"--dtype {dtype}: vLLM knows {', '.join(DTYPES[:-1])} and {DTYPES[-1]}")
     limit, sequences, warnings = _sequences(device, given, max_in_flight)
     chosen = {
         "model": model.path,

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from launcher.command import DTYPES
 from tests.unit.test_launcher_command import COMMAND_LINES, plan
 
 PARSE = """
@@ -13,6 +14,7 @@ import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
+print("dtypes", *next(one.choices for one in parser._actions if "--dtype" in one.option_strings))
 for arguments in json.load(sys.stdin):
     parsed = parser.parse_args(arguments)
     validate_parsed_serve_args(parsed)
@@ -28,5 +30,6 @@ def test_every_command_line_is_one_that_vllm_takes() -> None:
         [sys.executable, "-c", PARSE], input=arguments, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert f"dtypes {' '.join(DTYPES)}" in done.stdout.splitlines()
     seen = [line.split() for line in done.stdout.splitlines() if line.endswith(("priority", "fcfs"))]
     assert [count for count, _ in seen] == [one.flags["max-num-seqs"] for one in made]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from launcher.command import BACKSTOP, GIB, BadArguments, Model, Plan, make_plan, workers
+from launcher.command import BACKSTOP, DTYPES, GIB, BadArguments, Model, Plan, make_plan, workers
 from launcher.device import Device
 
 SOCKET = Path("/run/user/1/tidegate-x/engine.sock")
@@ -252,6 +252,17 @@ def test_shortened_names_are_refused_since_vllm_would_take_them(extra: str, full
 def test_numbers_that_are_none_are_refused(extra: str) -> None:
     with pytest.raises(BadArguments, match="must be a whole number"):
         plan(GPU, REMOTE, *extra.split())
+
+
+@pytest.mark.parametrize("extra", ["--dtype float8", "--dtype=int8", "--dtype fp16", "--dtype BFloat16", "--dtype"])
+def test_a_dtype_that_vllm_does_not_know_is_refused_with_those_that_it_knows(extra: str) -> None:
+    with pytest.raises(BadArguments, match="vLLM knows auto, bfloat16, float, float16, float32 and half"):
+        plan(GPU, REMOTE, *extra.split())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_those_are_passed_on(dtype: str) -> None:
+    assert flags(plan(GPU, REMOTE, "--dtype", dtype))["--dtype"] == dtype
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,7 @@ def test_a_crash_loop_ends_it(launch: Launch) -> None:
         (["MODEL", "--", "--port", "1"], {}, 2, "--port cannot be passed on to vLLM"),
         (["--", "MODEL"], {}, 2, "MODEL goes before the --"),
         (["MODEL", "--", "--max-num-seqs", "x"], {}, 2, "must be a whole number"),
+        (["MODEL", "--", "--dtype", "float8"], {}, 2, "--dtype float8: vLLM knows auto, bfloat16, "),
         (["MODEL"], {"max_inflight": "3"}, 2, "did you mean TIDEGATE_MAX_IN_FLIGHT?"),
         (["MODEL"], {"max_queue": "many"}, 2, "TIDEGATE_MAX_QUEUE"),
         (["MODEL"], {"port": "tcp://10.0.0.1:80"}, 2, "enableServiceLinks"),
