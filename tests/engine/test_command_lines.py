@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from launcher.command import DTYPES
-from tests.unit.test_launcher_command import COMMAND_LINES, plan
+from launcher.command import DTYPES, SEQUENCES
+from tests.unit.test_launcher_command import COMMAND_LINES, commands
 
 PARSE = """
 import json, sys
@@ -24,12 +24,16 @@ for arguments in json.load(sys.stdin):
 
 @pytest.mark.timeout(300)
 def test_every_command_line_is_one_that_vllm_takes() -> None:
-    made = [plan(device, model, *extra.split()) for device, model, extra, _ in COMMAND_LINES]
-    arguments = json.dumps([one.argv[one.argv.index("-m") + 2 :] for one in made])
+    made = [row.plan() for row in COMMAND_LINES]
+    others = [arguments for _, arguments in commands("vllm serve")]  # of the machines without a front end
+    arguments = json.dumps([*(one.argv[one.argv.index("-m") + 2 :] for one in made), *others])
     done = subprocess.run(
         [sys.executable, "-c", PARSE], input=arguments, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"dtypes {' '.join(DTYPES)}" in done.stdout.splitlines()
     seen = [line.split() for line in done.stdout.splitlines() if line.endswith(("priority", "fcfs"))]
-    assert [count for count, _ in seen] == [one.flags["max-num-seqs"] for one in made]
+    assert [count for count, _ in seen[: len(made)]] == [one.flags["max-num-seqs"] for one in made]
+    assert seen[len(made) :] == [[str(SEQUENCES["cuda"]), "priority"]] * 2, (
+        "as the launcher passes on the first machine"
+    )

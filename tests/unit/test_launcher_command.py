@@ -1,5 +1,7 @@
 """vLLM's command line and environment for each kind of device and wish."""
 
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 from launcher.command import BACKSTOP, DTYPES, GIB, BadArguments, Model, Plan, make_plan, workers
 from launcher.device import Device
+from tests.harness import ROOT
 
 SOCKET = Path("/run/user/1/tidegate-x/engine.sock")
 CPU = Device("cpu", "CPU, 2 cores", memory=10 * GIB, bf16=True)
@@ -70,61 +73,135 @@ def seqs(number: int, limit: int) -> Flags:
     return {"--max-num-seqs": str(number), "--max-num-queued-reqs": str(limit + BACKSTOP)}
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+    "VLLM_RPC_BASE_PATH": str(SOCKET.parent),
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is asked for, and where the flags differ from the usual ones.
+
+    `env` is what vLLM, Ray and NCCL read about other machines: all of it must be passed on, and nothing else.
+    """
+
+    device: Device
+    model: Model
+    extra: str
+    changed: Flags
+    env: dict[str, str] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        return plan(self.device, self.model, *self.extra.split(), env=self.env)
+
+
 # Also parsed by vLLM itself, in tests/engine.
-COMMAND_LINES: list[tuple[Device, Model, str, Flags]] = [
-    (CPU, EMBEDDED, "", {"--dtype": "float32"}),
-    (OLD_CPU, EMBEDDED, "", {"--dtype": "float32"}),
-    (OLD_CPU, LOCAL, "", {"--dtype": "float32"}),
-    (GPU, EMBEDDED, "", {}),
-    (CPU, LOCAL, "", {}),
-    (GPU, REMOTE, "", {}),
-    (OLD_CPU, REMOTE, "--dtype bfloat16", {}),
-    (CPU, REMOTE, "--max_model_len=2k", {"--max-model-len": None, "--max_model_len": "2k"}),
-    (CPU, REMOTE, "-O 1", NOT_EAGER | {"-O": "1"}),
-    (CPU, REMOTE, "-O3", NOT_EAGER | {"-O3": ""}),
-    (CPU, REMOTE, "--compilation-config.mode 3", NOT_EAGER | {"--compilation-config.mode": "3"}),
-    (CPU, REMOTE, "--no-enforce-eager", NOT_EAGER | {"--no-enforce-eager": ""}),
-    (
+COMMAND_LINES: list[Row] = [
+    Row(CPU, EMBEDDED, "", {"--dtype": "float32"}),
+    Row(OLD_CPU, EMBEDDED, "", {"--dtype": "float32"}),
+    Row(OLD_CPU, LOCAL, "", {"--dtype": "float32"}),
+    Row(CPU, LOCAL, "", {}),
+    Row(OLD_CPU, REMOTE, "--dtype bfloat16", {}),
+    Row(CPU, REMOTE, "--max_model_len=2k", {"--max-model-len": None, "--max_model_len": "2k"}),
+    Row(CPU, REMOTE, "-O 1", NOT_EAGER | {"-O": "1"}),
+    Row(CPU, REMOTE, "-O3", NOT_EAGER | {"-O3": ""}),
+    Row(CPU, REMOTE, "--compilation-config.mode 3", NOT_EAGER | {"--compilation-config.mode": "3"}),
+    Row(CPU, REMOTE, "--no-enforce-eager", NOT_EAGER | {"--no-enforce-eager": ""}),
+    Row(
         CPU,
         REMOTE,
         "--gpu-memory-utilization .5",
         {"--kv-cache-memory-bytes": None, "--gpu-memory-utilization": ".5"},
     ),
-    (GPU, EMBEDDED, "--tool-call-parser=llama3_json", {"--tool-call-parser": "llama3_json"}),
-    (GPU, LOCAL, "--served-model-name a", {"--served-model-name": "a"}),
-    (GPU, REMOTE, "--scheduling-policy fcfs", {"--scheduling-policy": "fcfs"}),
-    (GPU, REMOTE, "--max-num-seqs 8", seqs(8, 8)),
-    (EIGHT_GPUS, LOCAL, "-tp 8", {"-tp": "8"}),
-    (EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2 -tp=4", {"--pipeline-parallel-size": "2", "-tp": "4"}),
-    (EIGHT_GPUS, REMOTE, "-dp 4", seqs(256, 1024) | {"-dp": "4"}),
-    (EIGHT_GPUS, REMOTE, "-dp 4 --max-num-seqs=32", seqs(32, 128) | {"-dp": "4"}),
-    # One model over two machines, by vLLM's own workers and by Ray; both machines' GPUs make one engine.
-    (
+    Row(GPU, EMBEDDED, "--tool-call-parser=llama3_json", {"--tool-call-parser": "llama3_json"}),
+    Row(GPU, LOCAL, "--served-model-name a", {"--served-model-name": "a"}),
+    Row(GPU, REMOTE, "--scheduling-policy fcfs", {"--scheduling-policy": "fcfs"}),
+    Row(GPU, REMOTE, "--max-num-seqs 8", seqs(8, 8)),
+    # One GPU, and one of several.
+    Row(GPU, EMBEDDED, "", {}),
+    Row(GPU, REMOTE, "", {}),
+    Row(EIGHT_GPUS, REMOTE, "", {}, {"CUDA_VISIBLE_DEVICES": "0"}),
+    Row(EIGHT_GPUS, REMOTE, "", {}, {"CUDA_VISIBLE_DEVICES": "1"}),
+    # Tensor parallel, pipeline parallel, both.
+    Row(EIGHT_GPUS, LOCAL, "-tp 8", {"-tp": "8"}),
+    Row(EIGHT_GPUS, LOCAL, "--tensor-parallel-size 4", {"--tensor-parallel-size": "4"}),
+    Row(
         EIGHT_GPUS,
-        LOCAL,
-        "-tp 8 -pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
-        {"-tp": "8", "-pp": "2", "--nnodes": "2", "--node-rank": "0", "--master-addr": "10.0.0.1"},
+        REMOTE,
+        "--tensor-parallel-size 2",
+        {"--tensor-parallel-size": "2"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
     ),
-    (
+    Row(EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2", {"--pipeline-parallel-size": "2"}),
+    Row(EIGHT_GPUS, LOCAL, "--pipeline-parallel-size 2 -tp=4", {"--pipeline-parallel-size": "2", "-tp": "4"}),
+    Row(
         EIGHT_GPUS,
         LOCAL,
-        "-tp 8 -pp 2 --distributed-executor-backend ray",
-        {"-tp": "8", "-pp": "2", "--distributed-executor-backend": "ray"},
+        "--pipeline-parallel-size 2 --tensor-parallel-size 2",
+        {"--pipeline-parallel-size": "2", "--tensor-parallel-size": "2"},
+    ),
+    # Data parallel: each rank has as many sequences.
+    Row(EIGHT_GPUS, REMOTE, "-dp 4", seqs(256, 1024) | {"-dp": "4"}),
+    Row(EIGHT_GPUS, REMOTE, "-dp 4 --max-num-seqs=32", seqs(32, 128) | {"-dp": "4"}),
+    Row(
+        EIGHT_GPUS,
+        REMOTE,
+        "--data-parallel-size 8 --enable-expert-parallel",
+        seqs(256, 8 * 256) | {"--data-parallel-size": "8", "--enable-expert-parallel": ""},
+    ),
+    # One model over two machines, by vLLM's own workers and by Ray; both machines' GPUs make one engine.
+    Row(
+        EIGHT_GPUS,
+        LOCAL,
+        "--tensor-parallel-size 8 --pipeline-parallel-size 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+        {
+            "--tensor-parallel-size": "8",
+            "--pipeline-parallel-size": "2",
+            "--nnodes": "2",
+            "--node-rank": "0",
+            "--master-addr": "10.0.0.1",
+        },
+        {"VLLM_HOST_IP": "10.0.0.1"},
+    ),
+    Row(
+        EIGHT_GPUS,
+        LOCAL,
+        "-tp 8 -pp 2 -n 2 -r 0 --master-addr 10.0.0.1",
+        {"-tp": "8", "-pp": "2", "-n": "2", "-r": "0", "--master-addr": "10.0.0.1"},
+        {"VLLM_HOST_IP": "10.0.0.1", "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"},
+    ),
+    Row(
+        EIGHT_GPUS,
+        LOCAL,
+        "--tensor-parallel-size 8 --pipeline-parallel-size 2 --distributed-executor-backend ray",
+        {
+            "--tensor-parallel-size": "8",
+            "--pipeline-parallel-size": "2",
+            "--distributed-executor-backend": "ray",
+        },
+        {"RAY_ADDRESS": "10.0.0.1:6379"},
     ),
     # Data parallel over two machines: behind this engine all 16 ranks, behind a balancer only this machine's.
-    (
+    Row(
         EIGHT_GPUS,
         LOCAL,
-        "-dp 16 --data-parallel-size-local 8 --data-parallel-address 10.0.0.1 --enable-expert-parallel",
+        "--data-parallel-size 16 --data-parallel-size-local 8 --data-parallel-address 10.0.0.1 "
+        "--data-parallel-rpc-port 13345 --enable-expert-parallel",
         seqs(256, 16 * 256)
         | {
-            "-dp": "16",
+            "--data-parallel-size": "16",
             "--data-parallel-size-local": "8",
             "--data-parallel-address": "10.0.0.1",
+            "--data-parallel-rpc-port": "13345",
             "--enable-expert-parallel": "",
         },
     ),
-    (
+    Row(
         EIGHT_GPUS,
         LOCAL,
         "-dp 16 --data-parallel-size-local 8 --data-parallel-start-rank 8 --data-parallel-hybrid-lb",
@@ -136,16 +213,40 @@ COMMAND_LINES: list[tuple[Device, Model, str, Flags]] = [
             "--data-parallel-hybrid-lb": "",
         },
     ),
-    (GPU, LOCAL, "-dp 16 --data-parallel-rank 3", {"-dp": "16", "--data-parallel-rank": "3"}),
+    Row(GPU, LOCAL, "-dp 16 --data-parallel-rank 3", {"-dp": "16", "--data-parallel-rank": "3"}),
 ]
 
 
-@pytest.mark.parametrize(("device", "model", "extra", "changed"), COMMAND_LINES)
-def test_command_line(device: Device, model: Model, extra: str, changed: Flags) -> None:
-    wanted = ON[device.kind] | NAMES[model] | changed
-    assert flags(plan(device, model, *extra.split())) == {
-        name: value for name, value in wanted.items() if value is not None
-    }
+@pytest.mark.parametrize("row", COMMAND_LINES, ids=lambda row: f"{row.device.kind} {row.extra}")
+def test_command_line_and_environment(row: Row) -> None:
+    wanted = ON[row.device.kind] | NAMES[row.model] | row.changed
+    made = row.plan()
+    assert flags(made) == {name: value for name, value in wanted.items() if value is not None}
+    assert made.env == ENVIRONMENT | ({} if row.model is REMOTE else OFFLINE) | row.env
+
+
+SCALING = (ROOT / "docs/scaling.md").read_text()
+
+
+def commands(program: str) -> list[tuple[dict[str, str], list[str]]]:
+    """Environment and arguments of each command with `program` in docs/scaling.md."""
+    blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", SCALING, re.MULTILINE | re.DOTALL))
+    found = []
+    for line in blocks.replace("\\\n", " ").splitlines():
+        before, there, after = line.partition(f"{program} ")
+        if there and not line.startswith("#"):
+            found.append((dict(word.split("=", 1) for word in before.split()), after.removesuffix("&").split()))
+    return found
+
+
+def test_the_table_holds_every_command_of_the_guide() -> None:
+    table = {(row.extra, frozenset(row.env.items())) for row in COMMAND_LINES if row.device.kind == "cuda"}
+    shown = commands(".venv/bin/python -m launcher")
+    assert len(shown) == SCALING.count("-m launcher ")
+    for env, arguments in shown:
+        extra = " ".join(arguments[arguments.index("--") + 1 :]) if "--" in arguments else ""
+        passed_on = {(name, value) for name, value in env.items() if not name.startswith("TIDEGATE_")}
+        assert (extra, frozenset(passed_on)) in table, f"{extra} with {env}"
 
 
 def test_own_arguments_come_last_and_as_they_are() -> None:
@@ -282,12 +383,8 @@ def test_gpus_of_this_machine(extra: str, gpus: int) -> None:
     assert workers(extra.split()) == gpus
 
 
-def test_telemetry_is_off_and_idle_connections_outlive_the_gateways() -> None:
-    env = plan(CPU, EMBEDDED).env
-    assert env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == env["HF_HUB_OFFLINE"] == "1"
-    assert env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "120"
-    assert env["VLLM_RPC_BASE_PATH"] == str(SOCKET.parent)
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in env
+def test_threads_are_bound_by_vllm_itself() -> None:
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in plan(CPU, EMBEDDED).env
 
 
 def test_the_engine_gives_way_where_it_shares_processors_with_the_gateway() -> None:
@@ -304,14 +401,6 @@ def test_only_a_local_model_keeps_the_engine_off_the_hub() -> None:
 def test_the_users_environment_is_passed_on_and_wins() -> None:
     given = {"PATH": "/bin", "HF_TOKEN": "hf_x", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "30", "VLLM_LOGGING_LEVEL": "DEBUG"}
     assert plan(CPU, EMBEDDED, env=given).env.items() >= given.items()
-
-
-def test_what_other_machines_need_to_know_reaches_every_worker() -> None:
-    """Addresses and interfaces for several machines are the user's: vLLM, Ray and NCCL read them."""
-    given = {"VLLM_HOST_IP": "10.0.0.1", "NCCL_SOCKET_IFNAME": "eth0", "RAY_ADDRESS": "10.0.0.1:6379"}
-    made = plan(EIGHT_GPUS, LOCAL, "-tp", "8", "-pp", "2", "--nnodes", "2", env=given | {"CUDA_VISIBLE_DEVICES": "0"})
-    assert made.env.items() >= (given | {"CUDA_VISIBLE_DEVICES": "0"}).items()
-    assert made.niceness == 0
 
 
 def test_the_gateways_settings_and_foreign_variables_stay_out_of_the_engine() -> None:
