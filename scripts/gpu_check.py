@@ -116,6 +116,8 @@ async def aborts(run: Run) -> str:
     began = time.monotonic()
     if told := sum("deadline_exceeded" not in call.result().text for call in calls):
         raise Failed(f"{told} of {ABORTED} were not told of their deadline")
+    if not peak:
+        raise Failed("nothing was seen at work in the engine, so nothing can have stopped there")
     while await run.running():
         if time.monotonic() - began > ABORT_S:
             raise Failed("the engine goes on with what nobody waits for")
