@@ -10,7 +10,6 @@ import contextlib
 import gzip
 import json
 import random
-import time
 from typing import Any
 
 import httpx
@@ -468,14 +467,21 @@ async def test_idle_engine_is_not_taken_for_stalled(gateway: Start) -> None:
 
 
 async def test_busy_engine_that_answers_health_slowly_is_not_punished(gateway: Start) -> None:
-    gate = gateway(fresh=True)
-    gate.engine.set(health_ms=3000, metrics_ms=3000)
-    async with occupied(gate):
-        end = time.monotonic() + 5
-        while time.monotonic() < end:
+    """Its stream moves; a probe takes longer than a stall may, and no scrape is answered in time."""
+    gate = gateway(fresh=True, stall_s=0.5)
+    await until(lambda: gate.stats()["engine"]["running"] is not None, "a scrape")  # without one nothing is judged
+    gate.engine.set(health_ms=700, metrics_ms=3000)
+    before = gate.engine.counts()["paths"]["/metrics"]
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, chat(stream=True, fake=DECODING | {"events": 5000}))
+        await wire.read_head()
+        while gate.engine.counts()["paths"]["/metrics"] < before + 3:  # so that what follows two is judged
             assert gate.get("/readyz").status_code == 200
-            await asyncio.sleep(0.1)
-    assert gate.stats()["engine"]["restarts"] == 0
+            await asyncio.sleep(0.05)
+        assert gate.stats()["engine"]["restarts"] == 0
+        gate.engine.set(hang=True)
+        await until(lambda: gate.get("/enginez").status_code == 503, "a stall, once the stream stands still too")
+    assert gate.metrics().total("tidegate_engine_stalls_total") == 1
 
 
 @pytest.mark.slow
