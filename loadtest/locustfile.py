@@ -86,10 +86,10 @@ class Person(User):
         """Each turn sends all that was said before."""
         self.history.append(self.say(16))
         seen = self.ask("conversation", self.history, 48)
-        if seen is None or len(self.history) > 2 * TURNS:
-            self.history = []
-        else:
+        if seen is not None:
             self.history.append({"role": "assistant", "content": seen.text()})
+        if seen is None or len(self.history) >= 2 * TURNS:
+            self.history = []
 
     def say(self, words: int) -> dict[str, str]:
         return {"role": "user", "content": " ".join(self.random.choices(WORDS, k=words))}
