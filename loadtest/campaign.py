@@ -21,7 +21,7 @@ from launcher.model import ModelFailed, prepare
 from loadtest import report
 from loadtest.arms import ROOT, Options, Stage
 from loadtest.client import NotServed, open_loop
-from loadtest.experiments import GROUPS, Step, Together, steps
+from loadtest.experiments import GROUPS, Step, Together, expected_s, steps
 from loadtest.insisting import insisting
 from loadtest.naive_arms import ALL_ARMS
 from loadtest.page import write_page
@@ -108,9 +108,8 @@ class Campaign:
         return {"capacity": capacity, "metrics": metrics, "records": rows}
 
     def _show(self, step: Step | Together) -> None:
-        whole = sum(each.expected_s for each in self.plan)
-        left = sum(each.expected_s for each in self.left())
-        share = 1 - left / whole
+        left = expected_s(self.left())
+        share = 1 - left / expected_s(self.plan)
         bar = "#" * round(BAR * share)
         count = len(self.plan) - len(self.left())
         progress(f"[{bar:.<{BAR}}] {count} of {len(self.plan)} runs, about {left / 60:.0f} min left; now {step.name}")

@@ -11,13 +11,12 @@ import pytest
 from loadtest import campaign, findings, page, together
 from loadtest.client import Address, NotServed, Shot
 from loadtest.client import load as ready
-from loadtest.experiments import Step, Together, steps
+from loadtest.experiments import Step, Together, expected_s, steps
 from loadtest.naive_arms import ALL_ARMS
 from loadtest.outcomes import Record, summarise
 from loadtest.together import WAYS
 from loadtest.workload import SHORT, Request
 
-ENGINES_S = 85  # for starting them, and for measuring what they can do
 FACTS = {"machine": "2 cores of X", "versions": {"python": "3"}, "command": "python -m c", "at": "2026-01-01"}
 
 
@@ -40,11 +39,11 @@ def late(at_s: float, kind: str = "short") -> Record:
     return Record(0, kind, 8, 2, at_s, sent=at_s, first=at_s + 3, end=at_s + 4, status=200, events=8, done=True)
 
 
-@pytest.mark.parametrize(("quick", "minutes"), [(True, 5), (False, 40)])
+@pytest.mark.parametrize(("quick", "minutes"), [(True, 4.5), (False, 40)])
 def test_the_plan_is_made_for_its_time_and_names_no_run_twice(quick: bool, minutes: float) -> None:
     plan = steps(quick=quick)
     assert len({step.name for step in plan}) == len(plan)
-    assert sum(step.expected_s for step in plan) < 60 * minutes - ENGINES_S
+    assert expected_s(plan) < 60 * minutes
     assert {step.arm for step in plan if isinstance(step, Step)} <= ALL_ARMS.keys()
     assert [step.way for step in plan if isinstance(step, Together)] == list(WAYS)
 
