@@ -55,8 +55,7 @@ class Launcher(Child):
             line.close()
 
     def answers(self) -> bool:
-        body = {"model": tiny_model().name, "prompt": "a", "max_tokens": 4, "ignore_eos": True}
-        status, answer = self.ask("/v1/completions", body)
+        status, answer = self.ask("/v1/completions", words(4, stream=False))
         return status == 200 and answer["usage"]["completion_tokens"] == 4
 
     def metrics(self) -> Metrics:
@@ -82,6 +81,11 @@ class Launcher(Child):
     def leaves_nothing(self, session: list[int]) -> None:
         wait_until(lambda: not [pid for pid in session if pid in processes()], "the end of every process", within=60)
         wait_until(lambda: not list(self.run.iterdir()), "the removal of every socket", within=60)
+
+
+def words(count: int, *, stream: bool) -> Json:
+    """A body whose answer has exactly so many tokens."""
+    return {"model": tiny_model().name, "prompt": "a", "max_tokens": count, "ignore_eos": True, "stream": stream}
 
 
 def processes() -> dict[int, str]:

@@ -18,10 +18,8 @@ import pytest
 
 from loadtest.peers import environment
 from loadtest.processes import Child as Server
-from tests.engine.launched import START_S, Launcher, processes, session_of
-from tests.engine.tiny_model import tiny_model
+from tests.engine.launched import START_S, Launcher, processes, session_of, words
 from tests.harness import COMPLETIONS, free_port, refused, until, wait_until
-from tests.wire import Json
 
 pytestmark = pytest.mark.timeout(4 * START_S)
 
@@ -96,10 +94,6 @@ def _answers(server: Server, url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(url, trust_env=False).status_code == 200
     return False
-
-
-def words(count: int, *, stream: bool) -> Json:
-    return {"model": tiny_model().name, "prompt": "a", "max_tokens": count, "ignore_eos": True, "stream": stream}
 
 
 async def ask(client: httpx.AsyncClient, count: int, *, stream: bool, name: str = "") -> str:
