@@ -4,9 +4,10 @@ import asyncio
 import os
 import random
 import signal
+import time
 
 from tests.engine.clients import raw, words
-from tests.engine.conftest import Start
+from tests.engine.conftest import Note, Start
 from tests.engine.launched import processes, session_of
 from tests.engine.real import Vllm
 from tests.harness import COMPLETIONS, refused, until
@@ -37,13 +38,21 @@ async def test_an_engine_that_answers_health_and_makes_no_token_is_found(gateway
         await until(lambda: gate.get("/readyz").status_code == 200, "recovery")
 
 
-async def test_a_long_prefill_is_no_stall(gateway: Start) -> None:
+async def test_a_long_prefill_is_no_stall(gateway: Start, note: Note) -> None:
+    """No byte comes before all prompts are read, for longer than a stall may take; a fast machine gets more of them."""
     gate = gateway(fresh=True, stall_s=STALL_S)
-    prompts = [[random.randrange(100, 40_000) for _ in range(8000)] for _ in range(8)]
+    took_s, count = 0.0, 4
     async with raw(gate) as client:
-        call = asyncio.create_task(client.post(COMPLETIONS, json=words(1, prompts)))
-        while not call.done():
-            assert gate.get("/enginez").status_code == 200
-            await asyncio.sleep(0.1)
-        assert (await call).status_code == 200
+        while took_s < 2 * STALL_S:
+            count *= 2
+            assert count <= 256, f"half as many prompts were read within {took_s:.1f} s: too few to show anything"
+            prompts = [[random.randrange(100, 40_000) for _ in range(8000)] for _ in range(count)]
+            began = time.monotonic()
+            call = asyncio.create_task(client.post(COMPLETIONS, json=words(1, prompts)))
+            while not call.done():
+                assert gate.get("/enginez").status_code == 200
+                await asyncio.sleep(0.1)
+            assert (await call).status_code == 200
+            took_s = time.monotonic() - began
+    note(f"{count} prompts of 8,000 tokens", f"{took_s:.1f} s")
     assert gate.metrics().total("tidegate_engine_stalls_total") == 0
