@@ -29,11 +29,11 @@ def create_app(model: Model | None = None) -> FastAPI:
         counts["waiting"] += 1
         async with one:
             counts["waiting"] -= 1
-            counts["running"] = 1
+            counts["running"] += 1
             try:
                 (text,) = await asyncio.to_thread(model, [prompt])
             finally:
-                counts["running"] = 0
+                counts["running"] -= 1
             counts["generated_tokens"] += text.tokens
         return answer(prompt, text)
 

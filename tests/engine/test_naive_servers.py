@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,17 +33,44 @@ def test_a_batch_of_unlike_prompts_gives_each_the_answer_that_it_gets_alone() ->
     assert together[2].tokens == 6
 
 
-@pytest.mark.parametrize("name", ["one_at_a_time", "hand_batching"])
-async def test_it_runs_alone_and_answers_whole_and_as_a_stream(name: str, tmp_path: Path) -> None:
+async def stats_when(http: httpx.AsyncClient, **shown: int) -> dict[str, Any]:
+    async with asyncio.timeout(30):
+        while True:
+            stats: dict[str, Any] = (await http.get("/stats")).json()
+            if shown.items() <= stats.items():
+                return stats
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "counted"),
+    [
+        ("one_at_a_time", 1, {"total_requests": 3}),
+        ("hand_batching", 2, {"batches": 2, "largest_batch": 2, "batches_by_queue": {"short": 2}}),
+    ],
+)
+async def test_it_runs_alone_and_answers_whole_and_as_a_stream_what_waits_one_by_one_or_as_a_batch(
+    name: str, most: int, counted: dict[str, object], tmp_path: Path
+) -> None:
     address = Address(port=free_port())
     server = NaiveServer(start(name, model.prepare(print), address, tmp_path, tmp_path), address)
     try:
         await server.child.until(lambda: server.answers("/health"), "ready", 120)
         async with httpx.AsyncClient(base_url=address.url, timeout=60, trust_env=False) as http:
-            plain, stream = await asyncio.gather(
-                http.post("/v1/chat/completions", json=body(QUESTIONS[0], 12)),
-                http.post("/v1/chat/completions", json=body(QUESTIONS[0], 12, stream=True)),
-            )
+
+            def ask(question: str, tokens: int, **more: object) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(http.post("/v1/chat/completions", json=body(question, tokens, **more)))
+
+            first = ask(QUESTIONS[2], 48, ignore_eos=True)  # the others come while it runs, and find each other
+            seen = [await stats_when(http, running=1)]
+            both = [ask(QUESTIONS[0], 12), ask(QUESTIONS[0], 12, stream=True)]
+            seen.append(await stats_when(http, running=1, waiting=2))
+            while not all(task.done() for task in both):
+                seen.append((await http.get("/stats")).json())
+                await asyncio.sleep(0.01)
+            plain, stream = await asyncio.gather(*both)
+            whole = (await first).json()["usage"]["completion_tokens"]
+            last = (await http.get("/stats")).json()
         assert "Paris" in plain.json()["choices"][0]["message"]["content"]
         event, end, rest = stream.text.split("\n\n")
         assert "Paris" in json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"]
@@ -50,6 +78,9 @@ async def test_it_runs_alone_and_answers_whole_and_as_a_stream(name: str, tmp_pa
         work = await server.work()
         assert work is not None
         assert work.open == 0
-        assert work.tokens == 2 * plain.json()["usage"]["completion_tokens"]
+        assert whole == 48
+        assert work.tokens == whole + 2 * plain.json()["usage"]["completion_tokens"]
+        assert max(stats["running"] for stats in seen) == most
+        assert {name: last[name] for name in counted} == counted
     finally:
         await server.stop()
