@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from launcher.command import DTYPES, SEQUENCES
+from tests.harness import ROOT
 from tests.unit.test_launcher_command import COMMAND_LINES, commands
 
 PARSE = """
@@ -37,3 +38,12 @@ def test_every_command_line_is_one_that_vllm_takes() -> None:
     assert seen[len(made) :] == [[str(SEQUENCES["cuda"]), "priority"]] * 2, (
         "as the launcher passes on the first machine"
     )
+
+
+@pytest.mark.timeout(300)
+def test_its_own_load_test_starts_where_its_command_does_not() -> None:
+    command = [sys.executable, "-m", "loadtest.bench_serve", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for flag in ("--goodput", "--request-rate", "--header", "--extra-body", "--save-detailed"):
+        assert flag in done.stdout
