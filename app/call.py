@@ -22,6 +22,7 @@ REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 TRACEPARENT: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 DISCARD_BYTES: Final = 16 * 1024 * 1024
 DISCARD_S: Final = 5.0
+END_S: Final = 2.0  # for an engine to close a stream whose end mark it has sent
 CLOSE: Final = "tidegate.close"  # our server puts the ways to end a connection into the scope
 ABORT: Final = "tidegate.abort"
 WRITE: Final = "tidegate.write"  # and one to write a piece of a chunked body; false: the client has to catch up
@@ -102,13 +103,21 @@ class Call:
     def deadline_passed(self) -> Refused:
         """The error for a deadline that has passed; names the phase in which it did."""
         after = self._loop.time() - self.deadline.arrived
-        return Refused(DEADLINE, f"The deadline passed after {after:.3f} s, in phase: {self.phase}.")
+        advice = "Allow more time (x-request-timeout-ms, up to the server's own limit), or ask for less."
+        return Refused(DEADLINE, f"The deadline passed after {after:.3f} s, in phase: {self.phase}. {advice}")
 
     async def watch(self) -> None:
-        """Wait for the client to leave; the one task beside the call's own."""
+        """Wait for the client to leave; the one task beside the call's own.
+
+        SDKs close the connection at the end mark of a stream. That is no leaving: the call ends with the engine's
+        answer, which has only to be closed.
+        """
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self.interrupt(ClientLeft())
+        if self.relay is not None and self.relay.end_is_told:
+            self.arm(self._loop.time() + END_S, ClientLeft)
+        else:
+            self.interrupt(ClientLeft())
 
     # what the client gets
 

@@ -110,7 +110,8 @@ class Gateway:
     def _check_key(self, call: Call) -> None:
         key = self._keys.name_of(call.headers)
         if key is None:
-            raise Refused(INVALID_KEY, "The API key is missing or not known here.")
+            how = "Send it as Authorization: Bearer KEY, or as x-api-key."
+            raise Refused(INVALID_KEY, f"The API key is missing or not known here. {how}")
         call.key = key
 
     async def _preflight(self, call: Call, method: str) -> None:

@@ -69,6 +69,11 @@ class Relay:
             self._stream.close()
         await self._call.finish()
 
+    @property
+    def end_is_told(self) -> bool:
+        """Whether the client has been sent the end mark of its stream."""
+        return self.has_events and self.tail.whole
+
     def output_tokens(self) -> int | None:
         """Length of a whole answer: events of a stream, or the usage that a plain answer reports."""
         return self.tail.events if self.has_events else self.tail.reported_output

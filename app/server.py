@@ -172,7 +172,8 @@ def _check_certificate(settings: Settings) -> None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert_file, settings.tls_key_file, str)
         except (OSError, ssl.SSLError) as error:
-            raise SettingsError(f"TIDEGATE_TLS_CERT_FILE, TIDEGATE_TLS_KEY_FILE: {error.strerror or error}") from None
+            files = f"TIDEGATE_TLS_CERT_FILE={settings.tls_cert_file}, TIDEGATE_TLS_KEY_FILE={settings.tls_key_file}"
+            raise SettingsError(f"{files}: {error.strerror or error}") from None
 
 
 def _raise_descriptor_limit() -> None:

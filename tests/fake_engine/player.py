@@ -251,6 +251,7 @@ class Player:
         if self.pack is not None:
             data, self.pack = self.pack.flush(), None
             await self.emit(data)
+        await self.sleep(self.script.end_ms)
         if self.chunked:
             self.write(b"0\r\n\r\n")
         if framing == "close":

@@ -55,6 +55,7 @@ class Script:
     )
     half: bool = opt(False, "before the fault, write half of what comes next")
     early: bool = opt(False, "answer before the body has come (header or defaults only)")
+    end_ms: float = opt(0, "silence after the last event, before the body is closed")
     after: str = opt("", "close or reset: end the connection after a whole answer, without having said so")
     exit_code: int = opt(1, "for the fault `exit`")
 

@@ -119,6 +119,34 @@ async def test_middleware_does_not_hide_the_disconnect(gateway: Start, stream: b
         await until(lambda: gate.engine.entry("left")["outcome"] == "aborted")
 
 
+@pytest.mark.parametrize(
+    ("route", "mark"),
+    [(CHAT, b"[DONE]"), (COMPLETIONS, b"[DONE]"), (RESPONSES, b"response.completed"), (MESSAGES, b"message_stop")],
+)
+@pytest.mark.parametrize(("end_ms", "whole"), [(300, True), (60_000, False)])
+async def test_who_closes_at_the_end_mark_as_sdks_do_has_not_left_early(
+    gateway: Start, route: str, mark: bytes, end_ms: int, whole: bool
+) -> None:
+    """The engine's answer is over with its end mark, whenever it closes it; one that never does is cut."""
+    gate = gateway(max_in_flight=1, lanes=ONE_LANE)
+    before = gate.metrics()
+    script = {"events": 1, "tag": "told", "end_ms": end_ms}
+    async with await gate.wire() as wire:
+        await wire.request(route, body_for(route, stream=True, fake=script))
+        await wire.reader.readuntil(mark)
+        await wire.reader.readuntil(b"\n\n")
+    await until(lambda: gate.engine.entry("told")["outcome"] == ("finished" if whole else "aborted"))
+    await until(lambda: not gate.leftovers())
+    after = gate.metrics()
+
+    def grown(name: str, **labels: str) -> float:
+        return after.total(name, **labels) - before.total(name, **labels)
+
+    assert grown("tidegate_requests_total", outcome="completed") == whole
+    assert grown("tidegate_requests_total", outcome="client_left") == (not whole)
+    assert grown("tidegate_engine_aborts_total") == (not whole)
+
+
 async def test_generation_stops_when_a_plain_calls_client_leaves(gateway: Start) -> None:
     gate = gateway()
     with contextlib.suppress(httpx.ReadTimeout):
