@@ -35,6 +35,7 @@ STREAMS: Final = 100
 EVENTS: Final = {"events": 200, "gap_ms": 20}
 COALESCED: Final = {"events": 100_000, "coalesce": 50}
 COALESCED_STREAMS: Final = 20
+FEW_EVENTS: Final = 5_000  # in such a stream, for an arm that takes a millisecond for one
 PLAIN: Final = {"events": 16}
 WARM_UP: Final = 100
 IN_FLIGHT: Final = 32
@@ -162,7 +163,7 @@ async def _measure(engine: FakeEngine, address: Address, cpu_s: Callable[[], flo
     streamed = await traffic.streams(address, STREAMS // 5 if slow or quick else STREAMS)
     streamed_cpu = cpu_s() - before
 
-    engine.defaults(**COALESCED)
+    engine.defaults(**COALESCED | ({"events": FEW_EVENTS} if slow else {}))
     before = cpu_s()
     coalesced = await traffic.streams(address, 2 if slow or quick else COALESCED_STREAMS)
     coalesced_cpu = cpu_s() - before

@@ -1,10 +1,11 @@
 """Load for a gateway whose engine is scripted: many streams, many plain calls, many refusals. Closed loop."""
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -62,7 +63,7 @@ async def streams(address: Address, count: int) -> Seen:
     start = time.monotonic()
     one = shot(stream=True)
     exchanges = [Timed(one, start) for _ in range(count)]
-    async with asyncio.timeout(WAIT_S):
+    async with _in_time():
         await asyncio.gather(*(exchange.run(address) for exchange in exchanges))
     _check(exchanges, lambda exchange: exchange.record.whole)
     return Seen(
@@ -87,7 +88,7 @@ async def calls(address: Address, total: int, in_flight: int, status: int = 200)
             exchanges.append(Exchange(one, start))
             await exchanges[-1].run(address)
 
-    async with asyncio.timeout(WAIT_S):
+    async with _in_time():
         await asyncio.gather(*(work() for _ in range(in_flight)))
     _check(exchanges, lambda exchange: exchange.record.status == status)
     return Seen(time.monotonic() - start, latencies=[_took(exchange) for exchange in exchanges])
@@ -119,8 +120,17 @@ async def refusals(address: Address, total: int, connections: int, a_second: flo
         finally:
             writer.close()
 
-    async with asyncio.timeout(WAIT_S):
+    async with _in_time():
         await asyncio.gather(*(work() for _ in range(connections)))
+
+
+@contextlib.asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield
+    except TimeoutError:
+        raise NotServed(f"not done after {WAIT_S:g} s") from None
 
 
 def _took(exchange: Exchange) -> float:

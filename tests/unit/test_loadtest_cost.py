@@ -1,5 +1,6 @@
 """The table of the gateway-cost benchmark, and what it says of arms that could not be had."""
 
+import asyncio
 import json
 import shutil
 import sys
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from loadtest import cost_report, gateway_cost, peers
+from loadtest import cost_report, gateway_cost, peers, traffic
+from loadtest.client import Address, NotServed
 from loadtest.cost_report import Figures
 from loadtest.peers import PEERS, Missing, Place
 
@@ -84,3 +86,11 @@ def test_what_is_asked_of_ours_alone_is_told_with_its_spread() -> None:
     assert "A refusal costs 110 [100, 120] µs CPU" in said
     assert "holds 21 KiB" in said
     assert "(100.0%)" in said
+
+
+async def test_an_arm_that_never_gets_done_is_told_and_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "WAIT_S", 0.01)
+    silent = await asyncio.start_server(lambda *_: asyncio.sleep(5), "127.0.0.1", 0)
+    async with silent:
+        with pytest.raises(NotServed, match=r"not done after 0\.01 s"):
+            await traffic.streams(Address(port=silent.sockets[0].getsockname()[1]), 2)
