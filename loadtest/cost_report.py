@@ -136,8 +136,8 @@ def draw(file: Path, arms: Mapping[str, Sequence[Figures]], about: Mapping[str, 
         top = 1.25 * (ordered[-2] if len(ordered) > 1 and ordered[-1] > 4 * ordered[-2] else ordered[-1])
         bars = axis.barh(shown, [min(value, top) for value in values])
         bars[shown.index(OURS)].set_color("tab:orange") if OURS in shown else None
-        axis.bar_label(bars, labels=[f"{value:,.0f}" for value in values], padding=3)
-        axis.set(title=title, xlim=(0, 1.15 * top))
+        axis.bar_label(bars, labels=[f"{value:,.0f}{' (cut)' * (value > top)}" for value in values], padding=3)
+        axis.set(title=title, xlim=(0, 1.3 * top))
         axis.invert_yaxis()
     figure.suptitle(f"{about['machine']}, {about['at'][:10]}", fontsize=8)
     figure.savefig(file, dpi=150)
