@@ -1,8 +1,8 @@
 """The table of the gateway-cost benchmark, and what it says of arms that could not be had."""
 
-import asyncio
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def test_what_is_asked_of_ours_alone_is_told_with_its_spread() -> None:
 
 async def test_an_arm_that_never_gets_done_is_told_and_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "WAIT_S", 0.01)
-    silent = await asyncio.start_server(lambda *_: asyncio.sleep(5), "127.0.0.1", 0)
-    async with silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(port=silent.getsockname()[1])
         with pytest.raises(NotServed, match=r"not done after 0\.01 s"):
-            await traffic.streams(Address(port=silent.sockets[0].getsockname()[1]), 2)
+            await traffic.streams(address, 2)
