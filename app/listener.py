@@ -64,6 +64,7 @@ class TlsListener(Listener):
 
     async def _greet(self, client: socket.socket) -> None:
         def connection() -> asyncio.Protocol:
+            # As uvicorn itself makes one; to the type checker it is any protocol, which takes no arguments.
             return self.config.http_protocol_class(  # type: ignore[call-arg]
                 config=self.config, server_state=self.server_state, app_state=self.lifespan.state
             )
