@@ -81,7 +81,8 @@ def own_table(own: Mapping[str, Sequence[float]]) -> str:
         "",
         f"A refusal costs {said['refusal_us']} µs CPU, {said['refusal_connection_us']} µs on a new connection.",
         f"Gap between the events of 100 streams, p99: {said['gap_p99_quiet_ms']} ms,",
-        f"beside 1,000 refusals a second {said['gap_p99_refusing_ms']} ms.",
+        f"beside 1,000 refusals a second {said['gap_p99_refusing_ms']} ms,",
+        f"beside as many by another gateway {said['gap_p99_elsewhere_ms']} ms.",
         f"An open stream holds {said['stream_kib']} KiB.",
         f"Memory: {early:.1f} MiB after {calls / 5:,.0f} calls, {late:.1f} after {calls:,.0f}.",
     ]

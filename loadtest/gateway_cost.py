@@ -8,10 +8,12 @@ arm. Figures of one run can be compared with each other, and with nothing else.
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
 import statistics
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +46,9 @@ FEW_CALLS: Final = 200  # for an arm that takes tens of milliseconds for one
 SLOW_S: Final = 0.7  # for the calls to warm up
 REFUSALS: Final = 4000
 REFUSALS_A_SECOND: Final = 1000
-STORM_S: Final = 3  # within the time that the streams take
+LONGER: Final = {"events": 400, "gap_ms": 20}
+STORM_S: Final = 7  # within the time that such streams take
+SETTLE_S: Final = 0.5  # until all streams have begun
 MANY_STREAMS: Final = 500
 MANY_CALLS: Final = 100_000
 KILO: Final = 1024
@@ -179,28 +183,44 @@ async def _measure(engine: FakeEngine, address: Address, cpu_s: Callable[[], flo
 
 
 async def _refusals(engine: FakeEngine, out: Path) -> dict[str, float]:
-    """What a refusal costs, and what many of them do to streams beside them."""
-    async with _ours(engine, "tidegate-full", out, MAX_IN_FLIGHT=str(STREAMS), MAX_QUEUE="0") as (child, address):
-        engine.defaults(**EVENTS)
-        quiet = await traffic.streams(address, STREAMS)
-        busy = asyncio.create_task(traffic.streams(address, STREAMS))
-        await asyncio.sleep(0.5)  # every slot is taken
-        storm = traffic.refusals(address, REFUSALS_A_SECOND * STORM_S, STREAMS, REFUSALS_A_SECOND)
-        beside, _ = await asyncio.gather(busy, storm)
+    """What a refusal costs, and what many of them do to streams beside them.
+
+    Sending and answering them takes CPU time from everybody on the machine. What is the gateway's own share of it shows
+    beside the same refusals by a second gateway, which has nothing else to do.
+    """
+    async with (
+        _ours(engine, "tidegate-full", out, MAX_IN_FLIGHT=str(STREAMS), MAX_QUEUE="0") as (child, address),
+        _ours(engine, "tidegate-other", out, MAX_IN_FLIGHT="1", MAX_QUEUE="0") as (_, other),
+        _held_streams(engine, other, 1),
+    ):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender:
+            engine.defaults(**LONGER)
+            quiet = await traffic.streams(address, STREAMS)
+            elsewhere = await _beside_a_storm(address, sender, other)
+            beside = await _beside_a_storm(address, sender, address)
 
         async with _held_streams(engine, address, STREAMS):
-            await asyncio.sleep(0.5)
             before = child.cpu_s()
             await traffic.refusals(address, REFUSALS, IN_FLIGHT)
             kept = child.cpu_s() - before
             await traffic.calls(address, REFUSALS, IN_FLIGHT, status=503)
             fresh = child.cpu_s() - before - kept
+    gaps = {"quiet": quiet, "elsewhere": elsewhere, "refusing": beside}
     return {
         "refusal_us": 1e6 * kept / REFUSALS,
         "refusal_connection_us": 1e6 * fresh / REFUSALS,
-        "gap_p99_quiet_ms": 1e3 * (percentile(quiet.gaps, 0.99) or 0.0),
-        "gap_p99_refusing_ms": 1e3 * (percentile(beside.gaps, 0.99) or 0.0),
-    }
+    } | {f"gap_p99_{name}_ms": 1e3 * (percentile(seen.gaps, 0.99) or 0.0) for name, seen in gaps.items()}
+
+
+async def _beside_a_storm(address: Address, sender: Executor, target: Address) -> traffic.Seen:
+    """Streams on one gateway while another, or the same, refuses."""
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(sender, traffic.storm, target, 0, 0, 0.0)  # the process is there
+    streams = asyncio.create_task(traffic.streams(address, STREAMS))
+    await asyncio.sleep(SETTLE_S)  # every slot is taken
+    send = (target, REFUSALS_A_SECOND * STORM_S, STREAMS, REFUSALS_A_SECOND)
+    seen, _ = await asyncio.gather(streams, loop.run_in_executor(sender, traffic.storm, *send))
+    return seen
 
 
 async def _memory(engine: FakeEngine, out: Path, calls: int) -> dict[str, list[float]]:
@@ -212,7 +232,7 @@ async def _memory(engine: FakeEngine, out: Path, calls: int) -> dict[str, list[f
             await traffic.calls(address, calls // 10, IN_FLIGHT)
         late = child.memory_bytes()
         async with _held_streams(engine, address, MANY_STREAMS):
-            await asyncio.sleep(3)
+            await asyncio.sleep(3)  # the last of it is allocated
             holds = child.memory_bytes()
     return {
         "stream_kib": [(holds - late) / KILO / MANY_STREAMS],
@@ -242,6 +262,7 @@ async def _held_streams(engine: FakeEngine, address: Address, count: int) -> Asy
     engine.defaults(events=EVENTS["events"], gap_ms=1e3 * traffic.WAIT_S)
     holding = asyncio.create_task(traffic.streams(address, count))
     try:
+        await asyncio.sleep(SETTLE_S)
         yield
     finally:
         holding.cancel()

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import uvloop
+
 from loadtest.client import Address, Exchange, NotServed, Shot
 from loadtest.peers import MODEL
 from loadtest.workload import SHORT, Request
@@ -122,6 +124,15 @@ async def refusals(address: Address, total: int, connections: int, a_second: flo
 
     async with _in_time():
         await asyncio.gather(*(work() for _ in range(connections)))
+
+
+def storm(address: Address, total: int, connections: int, a_second: float) -> None:
+    """`refusals` for a process of its own: sent by who reads the streams, they would hold up the reading.
+
+    Raises:
+        NotServed: one of them was not refused.
+    """
+    uvloop.run(refusals(address, total, connections, a_second))
 
 
 @contextlib.asynccontextmanager

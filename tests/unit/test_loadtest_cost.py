@@ -78,8 +78,8 @@ def test_everything_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_of_ours_alone_is_told_with_its_spread() -> None:
-    names = "refusal_us refusal_connection_us gap_p99_quiet_ms gap_p99_refusing_ms vllm_tokens_s_direct".split()
-    names += "vllm_tokens_s_through vllm_first_ms_direct vllm_first_ms_through".split()
+    names = "refusal_us refusal_connection_us gap_p99_quiet_ms gap_p99_refusing_ms gap_p99_elsewhere_ms".split()
+    names += "vllm_tokens_s_direct vllm_tokens_s_through vllm_first_ms_direct vllm_first_ms_through".split()
     own = {name: [100.0, 120.0] for name in names}
     own |= {"stream_kib": [21.0], "early_mib": [59.0], "late_mib": [59.5], "calls": [1000]}
     said = cost_report.own_table(own)
