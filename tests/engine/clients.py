@@ -15,6 +15,7 @@ from tests.harness import COMPLETIONS, Gateway, Metrics, until
 from tests.wire import Json, Wire
 
 ENDLESS = 8000  # tokens: minutes of work beside others, and more than any test waits for
+LASTING_MS = (1500, 6000, 15_000)  # deadlines of a stream; on a busy machine the first may pass before a token comes
 BUSY_S = 120.0  # patience where an engine computes; on a busy machine it is slow
 QUESTION: Any = [{"role": "user", "content": "What is the weather like?"}]
 WEATHER: Json = {

@@ -14,7 +14,7 @@ from tests.harness import COMPLETIONS, Gateway, until
 STREAMS = 50
 FEW = 60  # tokens that take a second or two
 DRAINS_S = (5, 20, 80)  # the first in which the engine gets anywhere counts: a busy machine is slow
-SETTINGS: Any = {"max_in_flight": SLOTS, "lanes": [{"name": "all"}]}
+SETTINGS: Any = {"max_in_flight": SLOTS, "max_wait_s": 300, "lanes": [{"name": "all"}]}
 
 
 async def end_with(gate: Gateway, tokens: list[int], *signals: int) -> list[httpx.Response]:

@@ -30,6 +30,7 @@ SETTINGS = {
     "TIDEGATE_MAX_IN_FLIGHT": str(SLOTS),
     "TIDEGATE_STALL_S": str(STALL_S),
     "TIDEGATE_LANES": '[{"name": "all"}]',
+    "TIDEGATE_MAX_WAIT_S": "300",  # a busy machine is slow
 }
 PATIENCE = httpx.Timeout(300)
 

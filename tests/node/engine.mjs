@@ -3,7 +3,7 @@
 import OpenAI from "openai";
 
 const [names, baseURL, options] = process.argv.slice(2);
-const { model, letters, tool, endless, context } = JSON.parse(options);
+const { model, letters, tool, endless, context, late_ms } = JSON.parse(options);
 const messages = [{ role: "user", content: "What is the weather like?" }];
 const attempts = [];
 
@@ -117,7 +117,7 @@ const scenarios = {
   async late() {
     let chunks = 0;
     const seen = await failure(async () => {
-      for await (const _ of await client.completions.create({ ...lasting, stream: true }, within(3000))) chunks += 1;
+      for await (const _ of await client.completions.create({ ...lasting, stream: true }, within(late_ms))) chunks += 1;
     });
     return { ...seen, chunks };
   },
