@@ -39,6 +39,8 @@ class Admission:
             Refused: it is not served, or its end is an error, which the caller tells the client.
             ClientLeft: nobody waits for an answer.
         """
+        no_stream_at = call.deadline.arrived
+        no_stream_at += stainless_read_timeout_s(call.headers) if self._settings.use_stainless_timeout else math.inf
         self._house.check_open()
         self._status.check_ready()
         guest = self._house.enter(
@@ -52,7 +54,7 @@ class Admission:
                 body_limit = call.deadline.arrived + self._settings.body_s
                 body = await self._forwarder.read_body(call, guest, body_limit)
                 call.read_at = self._loop.time()
-                ticket = self._queue(call, body[0], guest)
+                ticket = self._queue(call, body[0], guest, no_stream_at)
                 watcher = asyncio.create_task(call.watch())
                 try:
                     await self._wait(call, ticket)
@@ -73,12 +75,11 @@ class Admission:
         if call.admitted_at is not None:
             note(call.demand.lane, self._loop.time() - call.admitted_at, call.demand.work)
 
-    def _queue(self, call: Call, body: bytes, guest: Guest) -> Ticket:
+    def _queue(self, call: Call, body: bytes, guest: Guest, no_stream_at: float) -> Ticket:
         assert call.route is not None
         call.demand = demand = self._lanes.classify(call.route, body)
-        if self._settings.use_stainless_timeout and not demand.stream:
-            call.deadline.tighten(call.deadline.arrived + stainless_read_timeout_s(call.headers))
         if not demand.stream:
+            call.deadline.tighten(no_stream_at)
             call.deadline.first_event_at = math.inf
         self._check_feasible(call)
         try:

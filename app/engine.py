@@ -22,6 +22,7 @@ CONNECT_S: Final = 5.0
 IDLE_S: Final = 4.0  # below the 5 s after which vLLM closes an idle connection unless told otherwise
 JOINED_BYTES: Final = 64 * 1024  # a head and a body up to this go out in one write
 MAX_HEAD_BYTES: Final = 256 * 1024
+ENDED: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one is Linux's
 HIGH_WATER_BYTES: Final = 256 * 1024  # unread bytes of one answer at which reading from the engine stops
 
 
@@ -117,6 +118,11 @@ class EngineConnection(asyncio.Protocol):
     def usable(self) -> bool:
         """Whether another exchange may start on it: while it is idle, anything to read is the engine's end of it."""
         return not self._lost and self._wire is not None and not self._wire.is_closing() and not self._readable.poll(0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has closed it."""
+        return self._lost or any(events & ENDED for _, events in self._readable.poll(0))
 
     async def exchange(self, head: bytes, body: list[bytes], on_sent: Callable[[], None]) -> None:
         """Write a request and wait for the head of its answer; `on_sent` is called when the engine has the body.
@@ -232,7 +238,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
         self._wire = cast(asyncio.Transport, transport)
-        self._readable.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        self._readable.register(transport.get_extra_info("socket").fileno(), select.POLLIN | ENDED)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio with each read of the socket."""
@@ -374,15 +380,25 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return None
 
     async def _connect(self) -> EngineConnection:
-        loop = asyncio.get_running_loop()
+        """A new connection; one that the engine closes before anything is sent costs nothing, so there is a second."""
         try:
             async with asyncio.timeout(CONNECT_S):
-                if self._socket_path:
-                    _, connection = await loop.create_unix_connection(lambda: EngineConnection(self), self._socket_path)
-                else:
-                    _, connection = await loop.create_connection(lambda: EngineConnection(self), self._host, self._port)
+                for _ in range(2):
+                    with contextlib.suppress(ConnectionResetError):
+                        connection = await self._dial()
+                        if not connection.ended:
+                            return connection
+                        connection.abort()
         except (OSError, TimeoutError) as error:
             raise httpx.ConnectError(str(error) or "timed out") from error
+        raise httpx.ConnectError("the engine closes new connections")
+
+    async def _dial(self) -> EngineConnection:
+        loop = asyncio.get_running_loop()
+        if self._socket_path:
+            _, connection = await loop.create_unix_connection(lambda: EngineConnection(self), self._socket_path)
+        else:
+            _, connection = await loop.create_connection(lambda: EngineConnection(self), self._host, self._port)
         self._open.add(connection)
         return connection
 

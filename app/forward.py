@@ -11,8 +11,8 @@ from app.headers import Headers, to_engine
 from app.house import Guest
 from app.lanes import Lanes
 from app.monitor import Monitor
-from app.relay import Relay
-from app.routes import GENERATION, Route
+from app.relay import Activity, Relay
+from app.routes import GENERATION, Route, Way
 from app.settings import Settings
 from app.sse import EngineErrorEvent
 from app.status import EngineStatus
@@ -75,7 +75,9 @@ class Forwarder:
             answer = await self._engine.ask(call.route.method, target, headers, body, guest.let_go)
             if answer.status < 300:
                 self._monitor.prompt_counted(call.demand)
-            call.relay = Relay(call, answer, self._keepalive_s, self._monitor.activity)
+            # What the engine's front end answers by itself says nothing of the engine behind it.
+            activity = self._monitor.activity if call.route.way is Way.GATED else Activity()
+            call.relay = Relay(call, answer, self._keepalive_s, activity)
             await call.relay.run()
             self._note_outcome(call, call.relay)
         except httpx.ConnectError:

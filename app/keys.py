@@ -24,7 +24,7 @@ class Keys:
             return ""
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         offered = [token.strip()] if scheme.lower() == b"bearer" else []
-        offered.append(headers.get(b"x-api-key", b""))
+        offered.append(headers.get(b"x-api-key", b"").strip())
         found = None
         for name, key in self._keys:  # no early exit: the time must not tell which key came close
             if sum(hmac.compare_digest(key, value) for value in offered):

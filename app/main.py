@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
-from starlette.middleware.cors import CORSMiddleware
 
+from app.cors import Cors
 from app.gateway import Door, Gateway
 from app.keys import load_keys
 from app.metrics import CONTENT_TYPE
@@ -66,7 +66,7 @@ def create_app(settings: Settings, engine_status: EngineStatus | None = None) ->
     app.add_middleware(Door, routes=Routes(*routes))
     if origins := [origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()]:
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],

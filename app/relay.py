@@ -40,7 +40,7 @@ class Relay:
         self._pulse: asyncio.TimerHandle | None = None
         self.family = call.route.family
         self.tail = Tail(self.family)
-        self.is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
+        self.is_stream = answer.header(b"content-type").lower().startswith(b"text/event-stream")
         # Compressed events cannot be told apart: such a stream passes as plain bytes.
         self.has_events = self.is_stream and answer.header(b"content-encoding", b"identity") == b"identity"
         if self.has_events or answer.status in (204, 304):  # comments and an error may come to it; there is no body
@@ -54,7 +54,7 @@ class Relay:
             EngineErrorEvent: the first event of a stream is an error, and no head is out.
         """
         if self.is_stream:
-            self._headers.append((b"x-accel-buffering", b"no"))
+            self._set_header(b"x-accel-buffering", b"no")
         try:
             if self._status >= 600:
                 raise httpx.RemoteProtocolError(f"the engine answered with status {self._status}")
@@ -69,6 +69,9 @@ class Relay:
             self._stream.close()
         await self._call.finish()
 
+    def _set_header(self, name: bytes, value: bytes) -> None:
+        self._headers = [header for header in self._headers if header[0] != name] + [(name, value)]
+
     @property
     def end_is_told(self) -> bool:
         """Whether the client has been sent the end mark of its stream."""
@@ -81,7 +84,7 @@ class Relay:
     async def _pass_bytes(self) -> None:
         self._call.phase = "answer"
         if self._status == 500:  # SDKs repeat a 500 by themselves, although this one has cost the engine its work
-            self._headers.append((b"x-should-retry", b"false"))
+            self._set_header(b"x-should-retry", b"false")
         await self._call.send_head(self._status, self._headers)
         self._call.arm(self._call.deadline.at)
         while data := await self._stream.read():
@@ -111,11 +114,11 @@ class Relay:
             if complete or data is None or call.head_sent:
                 if not call.head_sent:
                     await call.send_head(self._status, self._headers)
+                if data is None:
+                    await self._keep_alive()  # before what is held, which may be the beginning of an event
                 if held:
                     await self._pass(bytes(held))
                     held.clear()
-                if data is None:
-                    await self._keep_alive()
         call.phase = "answer"
         call.arm(call.deadline.at)
 

@@ -17,9 +17,11 @@ END_BYTES: Final = 512  # an end mark fits in
 
 _BOUNDARY: Final = re.compile(rb"\r?\n\r?\n|\r\r")
 _PREAMBLE: Final = ("response.created", "response.in_progress")
-_RESPONSES_END: Final = re.compile(rb"[\r\n]event: ?response\.(?:completed|incomplete|failed)[\r\n]")
-_MESSAGES_END: Final = re.compile(rb"[\r\n]event: ?message_stop[\r\n]")
-_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*$")
+_NAMED: Final = rb'[\r\n](?:event: ?%b[\r\n]|data: ?\{\s*"type":\s*"%b")'  # not every engine names its events
+_RESPONSES_END: Final = re.compile(_NAMED % ((rb"response\.(?:completed|incomplete|failed)",) * 2))
+_MESSAGES_END: Final = re.compile(_NAMED % ((rb"message_stop",) * 2))
+_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\][\r\n]+(?::[^\r\n]*[\r\n]+)*$")  # comments may follow
+_ERROR_NAMES: Final = (b"event: error", b"event:error")
 _ERROR: Final = re.compile(rb'[\r\n]data: ?\{\s*(?:"type":\s*"error"|"error":\s*\{)')
 _OUTPUT_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 
@@ -55,7 +57,7 @@ class FirstEvent:
             lines = [line for line in data[begin : end.start()].splitlines() if line and not line.startswith(b":")]
             payload = b"\n".join(line[5:].lstrip() for line in lines if line.startswith(b"data:"))
             if lines and not self._is_preamble(lines, payload):
-                _raise_error_event(payload)
+                _raise_error_event(payload, named=any(line in _ERROR_NAMES for line in lines))
                 return True
             begin = end.end()
             end = _BOUNDARY.search(data, begin)
@@ -135,12 +137,12 @@ def _count(text: bytes) -> int:
     return text.count(b"\ndata:") + (text.count(b"\rdata:") if b"\r" in text else 0)
 
 
-def _raise_error_event(data: bytes) -> None:
-    if b'"error"' not in data:
+def _raise_error_event(data: bytes, *, named: bool) -> None:
+    if not named and b'"error"' not in data:
         return
     parsed = _parse(data)
     error = parsed.get("error")
-    if isinstance(error, dict) or parsed.get("type") == "error":
+    if named or isinstance(error, dict | str) or parsed.get("type") == "error":
         code = (error if isinstance(error, dict) else parsed).get("code")
         status = code if type(code) is int and 400 <= code <= 599 else 502
         raise EngineErrorEvent(status, data)

@@ -70,6 +70,14 @@ async def test_sdk_timeout_counts_only_when_asked_for_and_only_without_a_stream(
     assert (await post(gate, header, slow, stream=True)).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_sdk_timeout_that_is_no_number_is_refused_before_the_body_is_read(gateway: Start, stream: bool) -> None:
+    gate = gateway(use_stainless_timeout=True)
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, b"", length=1000, headers={"x-stainless-read-timeout": "soon"})
+        refused(await wire.answer(), "invalid_request")
+
+
 async def test_first_token_bound_holds_for_the_first_token_only(gateway: Start) -> None:
     gate = gateway(keepalive_s=0)
     header = {"x-slo-ttft-ms": "1000"}

@@ -447,6 +447,19 @@ async def test_engine_that_only_answers_health_is_found(gateway: Start) -> None:
         await until(lambda: gate.get("/readyz").status_code == 200, "recovery")
 
 
+async def test_what_the_front_end_answers_by_itself_is_no_sign_of_life(gateway: Start) -> None:
+    gate = gateway(fresh=True, stall_s=1)
+    async with gate.client() as client:
+        assert gate.get("/enginez").status_code == 200
+        gate.engine.set(metrics_frozen=True)
+        call = asyncio.create_task(client.post(CHAT, json=chat(fake={"fault": "stall"})))
+        answered = 0
+        while gate.get("/enginez").status_code == 200:
+            answered += (await client.get("/v1/models")).status_code == 200  # else it has just been found
+        assert answered > 1
+        call.cancel()
+
+
 async def test_what_waits_is_not_handed_to_a_server_that_has_lost_its_engine(gateway: Start) -> None:
     """vLLM's server lives some seconds longer than its engine, and fails what it is given."""
     gate = gateway(fresh=True, max_in_flight=2, max_queue=20)

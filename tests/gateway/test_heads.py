@@ -88,6 +88,19 @@ async def test_keepalive_can_be_switched_off(gateway: Start) -> None:
     assert KEEPALIVE not in answer.body
 
 
+@pytest.mark.parametrize("before", [{"comments": 1}, {"chunk_bytes": 7, "chunk_ms": 200}], ids=str)
+async def test_the_first_keepalive_goes_out_with_the_head_whatever_is_held(
+    gateway: Start, before: dict[str, Any]
+) -> None:
+    gate = gateway(keepalive_s=0.3)
+    async with await gate.wire() as wire:
+        await wire.request(CHAT, chat(stream=True, fake={"first_ms": 60_000, "gap_ms": 60_000} | before))
+        _, headers = await wire.read_head()
+        async for piece in wire.pieces(headers):
+            assert piece.startswith(KEEPALIVE)
+            break
+
+
 async def test_no_keepalive_inside_an_event(gateway: Start) -> None:
     gate = gateway(keepalive_s=0.1)
     answer = await stream(gate, {"chunk_bytes": 40, "chunk_ms": 150, "events": 1, "first_ms": 0})

@@ -143,6 +143,22 @@ async def test_expecting_client_is_refused_without_being_asked_for_its_body(gate
         assert (await wire.read_head())[0] == 413
 
 
+@pytest.mark.parametrize(
+    ("stream", "script", "name", "value"),
+    [
+        (True, {"headers": {"x-accel-buffering": "yes"}}, "x-accel-buffering", "no"),
+        (True, {"content_type": "Text/Event-Stream; charset=utf-8"}, "x-accel-buffering", "no"),
+        (False, {"status": 500, "headers": {"x-should-retry": "true"}}, "x-should-retry", "false"),
+    ],
+)
+async def test_header_that_the_gateway_sets_stands_there_once(
+    gateway: Start, stream: bool, script: dict[str, Any], name: str, value: str
+) -> None:
+    async with gateway().client() as client:
+        answer = await client.post(CHAT, json=chat(stream=stream, fake=script))
+    assert answer.headers.get_list(name) == [value]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_pipelined_calls_are_answered_in_order(gateway: Start, stream: bool) -> None:
     gate = gateway(engine=TCP)

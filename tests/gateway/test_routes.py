@@ -177,6 +177,19 @@ async def test_preflight_needs_no_key_and_takes_no_slot(gateway: Start) -> None:
     assert "access-control-allow-origin" not in answer.headers, "CORS is off unless configured"
 
 
+@pytest.mark.parametrize("origin", ["https://app.example", "https://evil.example"])
+async def test_preflight_of_a_browser_is_answered_as_any_other_and_says_who_may(gateway: Start, origin: str) -> None:
+    gate = gateway(cors_origins="https://app.example", api_keys="a:secret-a")
+    asked = {"origin": origin, "access_control_request_method": "POST"}
+    asked |= {"access_control_request_headers": "authorization,content-type"}
+    answer = await ask(gate, "OPTIONS", CHAT, authorization="", **asked)
+    assert (answer.status_code, answer.body) == (204, b"")
+    assert answer.headers.get("access-control-allow-origin") == (origin if "app" in origin else None)
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert answer.headers["x-request-id"]
+    refused(await ask(gate, "OPTIONS", "/nowhere", **asked), "not_found")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "reason"),
     [

@@ -17,7 +17,7 @@ import uvloop
 from app.engine import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Answer, EngineConnection, EngineStream, EngineTransport
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ANSWERS = {
     "content-length": (b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\nhello world", b"hello world"),
@@ -212,6 +212,48 @@ class TestRequest:
         await peer.send(OK)
         await read(await asking)
         await transport.aclose()
+
+    @pytest.mark.parametrize("how", ["close", "reset", "while it is made"])
+    async def test_goes_to_a_second_connection_where_the_first_is_closed_before_anything_is_sent(
+        self, transport: EngineTransport, engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        dial, dialled = transport._dial, 0
+
+        async def closed_at_once() -> EngineConnection:
+            nonlocal dialled
+            dialled += 1
+            connection = await dial()
+            if dialled == 1:
+                await until(lambda: connection.ended)
+                if how == "while it is made":
+                    raise ConnectionResetError
+            return connection
+
+        monkeypatch.setattr(transport, "_dial", closed_at_once)
+        asking = ask(transport)
+        first = await engine.peer()
+        first.close() if how == "close" else first.reset()
+        second = await engine.peer()
+        await second.request()
+        await second.send(OK)
+        assert await read(await asking) == b"ok"
+        assert dialled == 2
+
+    async def test_has_no_third_connection(
+        self, transport: EngineTransport, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dial = transport._dial
+
+        async def closed_at_once() -> EngineConnection:
+            connection = await dial()
+            (await engine.peer()).close()
+            await until(lambda: connection.ended)
+            return connection
+
+        monkeypatch.setattr(transport, "_dial", closed_at_once)
+        with pytest.raises(httpx.ConnectError, match="closes new connections"):
+            await ask(transport)
+        assert engine.accepted == 2
 
     @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "unix:///nowhere/e.sock", "http://name.invalid:80"])
     async def test_without_an_engine_fails_as_not_connected(self, url: str) -> None:

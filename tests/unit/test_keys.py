@@ -24,6 +24,7 @@ def load(keys: str | None = None, file: Path | None = None) -> Keys:
         ({b"authorization": b"bearer a-key"}, "alice"),
         ({b"authorization": b"BEARER   b:key "}, "bob"),
         ({b"x-api-key": b"b:key"}, "bob"),
+        ({b"x-api-key": b"b:key "}, "bob"),
         ({b"authorization": b"Bearer wrong", b"x-api-key": b"b:key"}, "bob"),
         ({}, None),
         ({b"authorization": b""}, None),

@@ -101,6 +101,7 @@ class TestFirstEvent:
             (CHAT, {"error": {"code": 500.0}}, 502),
             (CHAT, {"error": {"code": None}}, 502),
             (CHAT, {"error": {}}, 502),
+            (CHAT, {"error": "busy"}, 502),
             (MESSAGES, {"type": "error", "error": {"type": "overloaded_error", "code": 503}}, 503),
             (MESSAGES, {"type": "error", "error": {"type": "overloaded_error"}}, 502),
             (RESPONSES, {"type": "error", "code": 500, "message": "no"}, 500),
@@ -115,6 +116,12 @@ class TestFirstEvent:
         assert isinstance(found, EngineErrorEvent)
         assert found.status == status
         assert json.loads(found.body) == payload
+
+    @pytest.mark.parametrize(("payload", "status"), [({"message": "no", "code": 503}, 503), ({"message": "no"}, 502)])
+    def test_an_event_that_is_named_so_is_an_error(self, payload: Any, status: int) -> None:
+        found = first(CHAT, event(payload, "error"))
+        assert isinstance(found, EngineErrorEvent)
+        assert found.status == status
 
     def test_an_error_after_the_preamble_of_a_response_is_the_first_event(self) -> None:
         assert isinstance(
@@ -131,7 +138,6 @@ class TestFirstEvent:
         [
             b'{"choices":[{"delta":{"content":"\\"error\\""}}]}',
             b'{"error":null,"choices":[]}',
-            b'{"error":"no object"}',
             b'[{"error":{"code":503}}]',
             b'"error"',
             b'{"error":{',
@@ -160,6 +166,8 @@ class TestTail:
             (COMPLETIONS, CHUNK + b"data:[DONE]\n\n", True),
             (CHAT, DONE, True),
             (CHAT, DONE + b"\n", True),
+            (CHAT, CHUNK + DONE + b": bye\n\n: and again\n\n", True),
+            (CHAT, b": data: [DONE]\n\n", False),
             (CHAT, b"", False),
             (CHAT, CHUNK, False),
             (CHAT, CHUNK + b"data: [DON", False),
@@ -170,6 +178,8 @@ class TestTail:
             (RESPONSES, DELTA + event({}, "response.completed"), True),
             (RESPONSES, DELTA + event({}, "response.incomplete"), True),
             (RESPONSES, DELTA + event({}, "response.failed"), True),
+            (RESPONSES, DELTA + event({"type": "response.completed"}), True),
+            (RESPONSES, DELTA + event({"type": "response.output_text.delta", "delta": "response.completed"}), False),
             (RESPONSES, event({"text": "x" * 5000}, "response.completed"), True),
             (RESPONSES, event({}, "response.completed") + DONE, True),
             (RESPONSES, DELTA + DONE, False),
@@ -177,6 +187,7 @@ class TestTail:
             (RESPONSES, event({}, "response.completed_soon"), False),
             (RESPONSES, event({"delta": "event: response.completed\n"}, "response.output_text.delta"), False),
             (MESSAGES, STOP, True),
+            (MESSAGES, event({"type": "message_stop"}), True),
             (MESSAGES, event({"delta": "event: message_stop"}, "content_block_delta"), False),
             (MESSAGES, DONE, False),
         ],
