@@ -126,7 +126,7 @@ async def metrics(request: Request) -> Response:
     """Own series and the engine's `vllm:` series."""
     gateway = _gateway(request)
     text = await gateway.monitor.metrics_text()
-    return Response(gateway.metrics.render(text), headers={"content-type": CONTENT_TYPE.decode()})
+    return Response(gateway.metrics.render(text), media_type=CONTENT_TYPE)
 
 
 @pages.get("/stats")

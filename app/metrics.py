@@ -2,10 +2,10 @@
 
 import platform
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,7 +25,7 @@ PHASES: Final = ("body", "queue", "first byte", "answer")
 RETRIES: Final = {b"1": "1", b"2": "2"}  # what x-stainless-retry-count says, and its label; all above share the next
 MORE_RETRIES: Final = "3+"
 ABORT_CAUSES: Final = ("deadline", "client_left", "draining")
-CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _version() -> str:
@@ -156,37 +156,34 @@ class _Live:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        lanes = self._gate.lanes.values()
-        status = self._status
-        yield _gauge("in_flight", "Slots in use.", ((lane.in_flight, lane.name) for lane in lanes), "lane")
-        yield _gauge("in_flight_limit", "Slots there are.", [(self._gate.limit,)])
-        yield _gauge("queue_depth", "Requests that wait.", ((lane.queued, lane.name) for lane in lanes), "lane")
-        yield _gauge("queued_weight", "Slots that they ask for.", ((ln.queued_weight, ln.name) for ln in lanes), "lane")
-        yield _gauge("house_requests", "Requests uploading, queued or running.", [(self._house.guests,)])
-        yield _gauge("held_bytes", "Bytes of request bodies held.", [(self._house.held_bytes,)])
-        yield _gauge("draining", "1 while the server drains.", [(self._house.draining,)])
-        yield _gauge("engine_up", "1 while the engine takes requests.", [(status.ready,)])
-        yield _gauge("engine_start_seconds", "Duration of the last start.", [(status.last_start_s or 0.0,)])
+        lanes, house, status = self._gate.lanes, self._house, self._status
+        slots = {name: lane.in_flight for name, lane in lanes.items()}
+        yield _by_lane("tidegate_in_flight", "Slots in use.", slots)
+        yield GaugeMetricFamily("tidegate_in_flight_limit", "Slots there are.", self._gate.limit)
+        queued = {name: lane.queued for name, lane in lanes.items()}
+        yield _by_lane("tidegate_queue_depth", "Requests that wait.", queued)
+        weight = {name: lane.queued_weight for name, lane in lanes.items()}
+        yield _by_lane("tidegate_queued_weight", "Slots that they ask for.", weight)
+        yield GaugeMetricFamily("tidegate_house_requests", "Requests uploading, queued or running.", house.guests)
+        yield GaugeMetricFamily("tidegate_held_bytes", "Bytes of request bodies held.", house.held_bytes)
+        yield GaugeMetricFamily("tidegate_draining", "1 while the server drains.", house.draining)
+        yield GaugeMetricFamily("tidegate_engine_up", "1 while the engine takes requests.", status.ready)
+        last_start_s = status.last_start_s or 0.0
+        yield GaugeMetricFamily("tidegate_engine_start_seconds", "Duration of the last start.", last_start_s)
         restarts = CounterMetricFamily("tidegate_engine_restarts", "Engine restarts by cause.", labels=["cause"])
         for cause in RESTART_CAUSES:
             restarts.add_metric([cause], status.restarts[cause])
         yield restarts
-        stalls = CounterMetricFamily("tidegate_engine_stalls", "Times the engine was found stalled.")
-        stalls.add_metric([], status.stalls)
-        yield stalls
+        yield CounterMetricFamily("tidegate_engine_stalls", "Times the engine was found stalled.", status.stalls)
         build = GaugeMetricFamily("tidegate_build_info", "What is running.", labels=["version", "python"])
         build.add_metric([VERSION, platform.python_version()], 1)
         yield build
 
 
-class _Row(Protocol):
-    def __getitem__(self, index: int, /) -> object: ...
-
-
-def _gauge(name: str, text: str, rows: Iterable[tuple[float, str] | tuple[float]], label: str = "") -> Metric:
-    gauge = GaugeMetricFamily(f"tidegate_{name}", text, labels=[label] if label else [])
-    for value, *labels in rows:
-        gauge.add_metric([str(part) for part in labels], float(value))
+def _by_lane(name: str, text: str, values: Mapping[str, float]) -> Metric:
+    gauge = GaugeMetricFamily(name, text, labels=["lane"])
+    for lane, value in values.items():
+        gauge.add_metric([lane], value)
     return gauge
 
 
