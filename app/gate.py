@@ -135,6 +135,7 @@ class LaneState:
     """What a lane holds and who waits in it; outside of the gate, for reading only.
 
     `floor`, `max_weight`, `in_flight` and `queued_weight` are slots, `queued` and `max_queued` are requests.
+    `max_weight` is what one request takes at most: all but the other lanes' floors.
     """
 
     def __init__(self, lane: Lane, floor: int, max_weight: int, max_queued: int) -> None:
@@ -255,14 +256,10 @@ class Gate:
         """Requests that wait."""
         return sum([len(lane.waiting) for lane in self._lanes])
 
-    def max_weight(self, lane: str) -> int:
-        """The most slots that one request of this lane takes: all but the other lanes' floors."""
-        return self.lanes[lane].max_weight
-
     def enter(
         self, lane: str, weight: int = 1, key: str = "", on_displaced: Callable[[], object] = lambda: None
     ) -> Ticket:
-        """Admit a request or let it wait. A weight above `max_weight(lane)` counts as that, one below 1 as 1.
+        """Admit a request or let it wait. A weight above the lane's `max_weight` counts as that, one below 1 as 1.
 
         `on_displaced` is called in the moment in which another key's request takes its place in the queue.
 

@@ -15,9 +15,6 @@ class Keys:
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._keys = [(name, value.encode()) for name, value in keys.items()]
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
     def name_of(self, headers: Mapping[bytes, bytes]) -> str | None:
         """The name of the key in `Authorization: Bearer` or `x-api-key`; None when neither is one of ours."""
         if not self._keys:

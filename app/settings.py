@@ -161,11 +161,6 @@ class Settings(BaseSettings):
             )
         return self
 
-    @property
-    def rest_lane(self) -> Lane:
-        """The lane that takes whatever no bounded lane does."""
-        return next(lane for lane in self.lanes if lane.max_cost is None)
-
 
 def load_settings(**flags: Any) -> Settings:
     """Read flags (which win), environment and `.env`.

@@ -243,10 +243,6 @@ class TestLanes:
             "priority": 0,
         }
 
-    def test_the_rest_lane_is_the_one_without_a_bound_wherever_it_stands(self) -> None:
-        lanes = [{"name": "rest"}, {"name": "small", "max_cost": 5}]
-        assert load_settings(lanes=json.dumps(lanes)).rest_lane.name == "rest"
-
     @pytest.mark.parametrize("limit", [2, 10, 16, 50, 64, 100, 256, 1000])
     def test_a_floor_keeps_its_share_rounded_down(self, limit: int) -> None:
         percents = range(101)
