@@ -93,14 +93,11 @@ class House:
 
     def check_bytes(self, held: int, *, already: int, retry_after_s: Callable[[], int] = lambda: 1) -> None:
         """Raises: Refused: `request_too_large` or `queue_full`."""
-        self._check_size(held)
+        if held > self.max_body_bytes:
+            raise Refused(TOO_LARGE, f"The body is larger than the {self.max_body_bytes} bytes allowed here.")
         if self.held_bytes + held - already > self.max_held_bytes:
             message = "The server holds too many request bytes at the moment. Retry later."
             raise Refused(QUEUE_FULL, message, retry_after_s=retry_after_s())
-
-    def _check_size(self, held: int) -> None:
-        if held > self.max_body_bytes:
-            raise Refused(TOO_LARGE, f"The body is larger than the {self.max_body_bytes} bytes allowed here.")
 
     def _left(self, key: str) -> None:
         self.guests -= 1

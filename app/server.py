@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import ssl
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -102,11 +102,26 @@ class GatewayServer:
 
     def _server(self, app: FastAPI) -> Listener:
         """The main port bounded by descriptors, with TLS where it is set; the ops port small and plain."""
-        if app is not self._app:
-            return _server(app, OPS_CONNECTIONS)
-        settings = self._settings
-        tls = {"ssl_certfile": settings.tls_cert_file, "ssl_keyfile": settings.tls_key_file}
-        return _server(app, most_connections(settings.max_in_flight), **tls)
+        settings, main = self._settings, app is self._app
+        crowd = Crowd(most_connections(settings.max_in_flight) if main else OPS_CONNECTIONS)
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(BoundedConnection, crowd),  # type: ignore[arg-type]  # it wants a class, and calls it
+            ws="none",
+            loop="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            workers=1,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(LINGER_S),
+            ssl_certfile=settings.tls_cert_file if main else None,
+            ssl_keyfile=settings.tls_key_file if main else None,
+        )
+        return TlsListener(config, crowd) if config.is_ssl else Listener(config)
 
     async def _drain(self) -> int:
         """Let everything in the house finish within the limit, then end the rest; how many those were."""
@@ -123,27 +138,6 @@ class GatewayServer:
                 async with asyncio.timeout(LINGER_S):
                     await gateway.empty.wait()
         return cut
-
-
-def _server(app: FastAPI, most: int, **tls: Any) -> Listener:
-    crowd = Crowd(most)
-    config = uvicorn.Config(
-        app,
-        http=functools.partial(BoundedConnection, crowd),  # type: ignore[arg-type]
-        ws="none",
-        loop="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        workers=1,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(LINGER_S),
-        **tls,
-    )
-    return TlsListener(config, crowd) if config.is_ssl else Listener(config)
 
 
 def _listen(host: str, port: int, setting: str) -> socket.socket:
@@ -178,7 +172,6 @@ def _check_certificate(settings: Settings) -> None:
 
 def _raise_descriptor_limit() -> None:
     """Each client and each of its requests to the engine takes one; many systems start with 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.debug("descriptors: %s of %s", soft, hard)
