@@ -121,7 +121,7 @@ async def _serve(options: argparse.Namespace, asked: Settings, extra: Sequence[s
         server.bind()  # a taken port is found before the model loads
         url = _url(settings, server.port)
         fit = Fit() if options.no_preflight else check(plan, device, *read_config(model, plan.env))
-        _tell_plan(say, model, device, plan, fit, settings, extra)
+        _tell_plan(say, model, device, plan, fit, settings)
         say(f"gateway    {url} (answers 503 until the engine is ready)")
         if "engine_url" in asked.model_fields_set:
             plan.warnings.append("TIDEGATE_ENGINE_URL is for `python -m app`; here it is the engine that is started")
@@ -180,20 +180,14 @@ async def _keep(model: Model, supervisor: Supervisor) -> None:
 
 
 def _tell_plan(
-    say: Callable[[str], None],
-    model: Model,
-    device: Device,
-    plan: Plan,
-    fit: Fit,
-    settings: Settings,
-    extra: Sequence[str],
+    say: Callable[[str], None], model: Model, device: Device, plan: Plan, fit: Fit, settings: Settings
 ) -> None:
     gpus = device.kind == "cuda"
     weights = f", {fit.weights / GIB:.1f} GiB of weights{' on each' if gpus else ''}" if fit.weights else ""
     cache = f"at most {fit.kv_tokens:,} tokens" if fit.kv_tokens else "as much as vLLM finds room for"
     context = f", {fit.context:,} in one request" if fit.context else ""
     say(f"model      {model.name}" + (f" ({model.path})" if model.name != model.path else ""))
-    say(f"device     {device.name}" + (f", {workers(extra)} of {device.count}" if gpus else ""))
+    say(f"device     {device.name}" + (f", {workers(plan.flags)} of {device.count}" if gpus else ""))
     say(f"memory     {device.memory / GIB:.1f} GiB free" if device.memory else "memory     unknown")
     say(f"dtype      {plan.dtype}{weights}")
     say(f"KV cache   {cache}{context}")

@@ -31,18 +31,7 @@ SHORT: Final = RANKS | {
     "-O": "optimization-level",
     "-cc": "compilation-config",
 }
-OURS: Final = {
-    "model",
-    "uds",
-    "host",
-    "port",
-    "ssl-keyfile",
-    "ssl-certfile",
-    "root-path",
-    "api-key",
-    "headless",
-    "grpc",
-}
+OURS: Final = set("model uds host port ssl-keyfile ssl-certfile root-path api-key headless grpc".split())
 COMPILED: Final = {"enforce-eager", "optimization-level", "compilation-config"}
 DTYPES: Final = ("auto", "bfloat16", "float", "float16", "float32", "half")  # as vLLM knows them
 CACHE_SIZE: Final = {"kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-blocks-override"}
@@ -238,19 +227,15 @@ def _check_gpus(device: Device, given: Mapping[str, str]) -> None:
     """vLLM would say so only after a while, deep in a worker."""
     spread = given.keys() & {"nnodes", "data-parallel-size-local", "data-parallel-address"}
     spread |= {name for name in given if name.endswith("-backend") and given[name] == "ray"}
-    if device.kind == "cuda" and not spread and (needed := _workers(given)) > device.count:
+    if device.kind == "cuda" and not spread and (needed := workers(given)) > device.count:
         asked = " ".join(f"--{name} {given[name]}" for name in RANKS.values() if name in given)
         raise BadArguments(
             f"{asked}: asks for {needed} GPUs, there are {device.count}; docs/scaling.md has the ways out"
         )
 
 
-def workers(extra: Sequence[str]) -> int:
-    """How many GPUs of this machine the user's arguments take."""
-    return _workers(_parse(extra))
-
-
-def _workers(given: Mapping[str, str]) -> int:
+def workers(given: Mapping[str, str]) -> int:
+    """How many GPUs of this machine these arguments take."""
     tensor, pipeline, data = (number(given, name, 1) for name in RANKS.values())
     if given.keys() & {"data-parallel-external-lb", "data-parallel-rank"}:
         data = 1

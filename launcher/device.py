@@ -108,9 +108,8 @@ def _gpus() -> list[str]:
     wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
     if all(one.isdecimal() for one in wanted):
         return [lines[int(one)] for one in wanted if int(one) < len(lines)]
-    return [
-        line.partition(",")[0] for line in lines[: len(wanted)]
-    ]  # which ones isn't known, so neither is their memory
+    # Which ones isn't known, so neither is their memory.
+    return [line.partition(",")[0] for line in lines[: len(wanted)]]
 
 
 def _has_bf16(proc: Path) -> bool:

