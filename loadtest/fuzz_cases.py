@@ -4,6 +4,7 @@ Each family is a hypothesis strategy; with the same seed and count it gives the 
 """
 
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from app.routes import FORWARDED, OPS, PAGES, Family
+from app.routes import FORWARDED, OPS, PAGES, Family, Route
 from tests.harness import body_for
 
 DOCUMENT: Final = Path(__file__).parent.parent / "docs" / "openapi.yaml"
@@ -32,6 +33,7 @@ JSON_ROUTES: Final = [route for route in FORWARDED if route.method == "POST" and
 ROUTES: Final = [*FORWARDED, *OPS, *PAGES]
 METHODS: Final = "GET POST PUT DELETE PATCH HEAD OPTIONS TRACE CONNECT PROPFIND BREW get".split()
 Pairs = list[tuple[bytes, bytes]]
+Ids = Iterator[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,13 @@ class Case:
 
 def cases(count: int, number: int) -> Iterator[Case]:
     """So many cases of all families, drawn from the seed `number`, in an order that mixes nothing."""
+    ids = (b"case-%d" % index for index in itertools.count())
     made = 0
     for place, (family, share) in enumerate(SHARES.items()):
         wanted = count - made if place == len(SHARES) - 1 else round(count * share)
-        for build in FAMILIES[family](wanted, number):
-            yield build(b"case-%d" % made)
+        for case in FAMILIES[family](wanted, number, ids):
+            yield case
             made += 1
-
-
-Build = Callable[[bytes], Case]
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
@@ -107,7 +107,7 @@ def with_key(place: int) -> Pairs:
 # --- schema: what schemathesis makes of the document, as it should be and as it should not --------------------------
 
 
-def _schema(count: int, number: int) -> Iterator[Build]:
+def _schema(count: int, number: int, ids: Ids) -> Iterator[Case]:
     schema = schemathesis.openapi.from_dict(yaml.safe_load(DOCUMENT.read_text()))
     operations = [result.ok() for result in schema.get_all_operations()]
     modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -122,21 +122,18 @@ def _schema(count: int, number: int) -> Iterator[Build]:
             prepared = _prepared(value)
             if prepared is not None:
                 left -= 1
-                yield _of_schema(prepared, left)
+                yield _of_schema(prepared, left, next(ids))
     if left and left < count:  # what could not be sent or was all there is
-        yield from _schema(left, number + 1000)
+        yield from _schema(left, number + 1000, ids)
 
 
 def _prepared(case: Any) -> requests.PreparedRequest | None:
     """What would go over the wire; None for what HTTP has no form for."""
     try:
-        return requests.Request(**_sendable(case.as_transport_kwargs("http://fuzz"))).prepare()
+        parts = case.as_transport_kwargs("http://fuzz")
+        return requests.Request(**{name: value for name, value in parts.items() if name in _REQUEST}).prepare()
     except (requests.RequestException, ValueError):
         return None
-
-
-def _sendable(given_: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given_.items() if name in _REQUEST}
 
 
 _REQUEST: Final = frozenset("method url headers files data params auth cookies json".split())
@@ -147,7 +144,7 @@ BOUNDARY: Final = re.compile("boundary=([0-9a-f]{32})")
 _CREDENTIALS: Final = frozenset(["authorization", "x-api-key"])
 
 
-def _of_schema(made: requests.PreparedRequest, place: int) -> Build:
+def _of_schema(made: requests.PreparedRequest, place: int, case_id: bytes) -> Case:
     body = made.body or b""
     body = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
     dropped = _FRAMING if place % WITHOUT_KEY == 0 else _FRAMING | _CREDENTIALS
@@ -159,12 +156,8 @@ def _of_schema(made: requests.PreparedRequest, place: int) -> Build:
         random, same = found[1].encode(), b"0" * 32
         body, headers = body.replace(random, same), [(name, value.replace(random, same)) for name, value in headers]
     framed = not any(b"\r" in value or b"\n" in value or b"\0" in value for _, value in headers)
-
-    def build(case_id: bytes) -> Case:
-        data = request(method, target, headers, body, case_id, chunked=bool(body) and place % 5 == 0)
-        return Case("schema", case_id, data, body, framed, method == "HEAD" or b"watch=1" in target)
-
-    return build
+    data = request(method, target, headers, body, case_id, chunked=bool(body) and place % 5 == 0)
+    return Case("schema", case_id, data, body, framed, method == "HEAD" or b"watch=1" in target)
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -216,11 +209,16 @@ BODIES: Final = st.one_of(
 )
 
 
-def _decoding(count: int, number: int) -> Iterator[Build]:
-    strategy = st.tuples(st.sampled_from(JSON_ROUTES), BODIES, st.sampled_from(TYPES), st.booleans())
-    return _filled(
-        "decoding", count, number, strategy, lambda value: (value[0].name, value[1], [(b"content-type", value[2])])
-    )
+def _decoding(count: int, number: int, ids: Ids) -> Iterator[Case]:
+    strategy = st.tuples(st.sampled_from(JSON_ROUTES), BODIES, st.sampled_from(TYPES))
+    for place, (route, body, kind) in enumerate(_enough(strategy, count, number)):
+        yield _post("decoding", route, [(b"content-type", kind)], body, next(ids), place)
+
+
+def _post(family: str, route: Route, headers: Pairs, body: bytes, case_id: bytes, place: int) -> Case:
+    target = route.name.encode()
+    data = request("POST", target, with_key(place) + headers, body, case_id, chunked=place % 4 == 0)
+    return Case(family, case_id, data, body)
 
 
 # --- lanes: valid requests whose numbers and shapes decide about cost, weight and lane -------------------------------
@@ -245,35 +243,11 @@ LIMITS: Final = st.lists(
 )
 
 
-def _lanes(count: int, number: int) -> Iterator[Build]:
+def _lanes(count: int, number: int, ids: Ids) -> Iterator[Case]:
     strategy = st.tuples(st.sampled_from(JSON_ROUTES), FIELDS, LIMITS)
-
-    def parts(value: Any) -> tuple[str, bytes, Pairs]:
-        route, fields, limits = value
+    for place, (route, fields, limits) in enumerate(_enough(strategy, count, number)):
         body = json.dumps(body_for(route.name) | fields).encode()
-        return route.name, body, [(b"content-type", b"application/json"), *limits]
-
-    return _filled("lanes", count, number, strategy, parts)
-
-
-def _filled(
-    family: str,
-    count: int,
-    number: int,
-    strategy: st.SearchStrategy[Any],
-    parts: Callable[[Any], tuple[str, bytes, Pairs]],
-) -> Iterator[Build]:
-    for place, value in enumerate(_enough(strategy, count, number)):
-        path, body, headers = parts(value)
-
-        def build(
-            case_id: bytes, path: str = path, body: bytes = body, place: int = place, more: Any = headers
-        ) -> Case:
-            headers = with_key(place) + more
-            data = request("POST", path.encode(), headers, body, case_id, chunked=place % 4 == 0)
-            return Case(family, case_id, data, body)
-
-        yield build
+        yield _post("lanes", route, [(b"content-type", b"application/json"), *limits], body, next(ids), place)
 
 
 def _enough(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
@@ -323,17 +297,14 @@ TARGETS: Final = st.builds(
 )
 
 
-def _targets(count: int, number: int) -> Iterator[Build]:
+def _targets(count: int, number: int, ids: Ids) -> Iterator[Case]:
     strategy = st.tuples(st.sampled_from(METHODS + ["POST", "GET"] * 4), TARGETS)
     for place, (method, target) in enumerate(_enough(strategy, count, number)):
-
-        def build(case_id: bytes, method: str = method, target: str = target, place: int = place) -> Case:
-            body = b'{"model":"m","messages":[]}' if method in ("POST", "PUT", "PATCH") else b""
-            data = request(method, target.encode("latin-1"), with_key(place), body, case_id)
-            # After CONNECT and in what is no HTTP the parser may find no end: then none has to be told.
-            return Case("targets", case_id, data, body, method in ("GET", "POST", "OPTIONS"), method == "HEAD")
-
-        yield build
+        case_id = next(ids)
+        body = b'{"model":"m","messages":[]}' if method in ("POST", "PUT", "PATCH") else b""
+        data = request(method, target.encode("latin-1"), with_key(place), body, case_id)
+        # After CONNECT and in what is no HTTP the parser may find no end: then none has to be told.
+        yield Case("targets", case_id, data, body, method in ("GET", "POST", "OPTIONS"), method == "HEAD")
 
 
 # --- wishes: valid requests that would rather speak another protocol, as some clients' all do -------------------------
@@ -343,18 +314,13 @@ WISHES: Final = st.tuples(
 )
 
 
-def _wishes(count: int, number: int) -> Iterator[Build]:
+def _wishes(count: int, number: int, ids: Ids) -> Iterator[Case]:
     for route, protocol, chunked in _enough(WISHES, count, number):
         body = json.dumps(body_for(route.name)).encode()
         headers = [(b"content-type", b"application/json"), (b"connection", b"upgrade"), (b"upgrade", protocol)]
-
-        def build(
-            case_id: bytes, path: str = route.name, body: bytes = body, more: Pairs = headers, chunked: bool = chunked
-        ) -> Case:
-            data = request("POST", path.encode(), with_key(1) + more, body, case_id, chunked=chunked)
-            return Case("wishes", case_id, data, body, served=True)
-
-        yield build
+        case_id = next(ids)
+        data = request("POST", route.name.encode(), with_key(1) + headers, body, case_id, chunked=chunked)
+        yield Case("wishes", case_id, data, body, served=True)
 
 
 # --- heads: framing that two parsers could read in two ways ----------------------------------------------------------
@@ -401,20 +367,17 @@ HEADS: Final = st.fixed_dictionaries(
 )
 
 
-def _heads(count: int, number: int) -> Iterator[Build]:
-    for place, value in enumerate(_enough(HEADS, count, number)):
-
-        def build(case_id: bytes, place: int = place, parts: dict[str, Any] = value) -> Case:
-            first = b" ".join([parts["method"].encode(), parts["target"], parts["version"]])
-            whole = [b"%b: %b" % pair for pair in [(b"host", b"fuzz"), (ID, case_id), *with_key(place)]]
-            fuzzed = [name + parts["separator"] + worth for name, worth in parts["headers"]]
-            data = parts["end"].join([first, *whole, *fuzzed, b"", b""]) + parts["frame"]
-            return Case("heads", case_id, data, framed=False, head_only=parts["method"] == "HEAD")
-
-        yield build
+def _heads(count: int, number: int, ids: Ids) -> Iterator[Case]:
+    for place, parts in enumerate(_enough(HEADS, count, number)):
+        case_id = next(ids)
+        first = b" ".join([parts["method"].encode(), parts["target"], parts["version"]])
+        whole = [b"%b: %b" % pair for pair in [(b"host", b"fuzz"), (ID, case_id), *with_key(place)]]
+        fuzzed = [name + parts["separator"] + worth for name, worth in parts["headers"]]
+        data = parts["end"].join([first, *whole, *fuzzed, b"", b""]) + parts["frame"]
+        yield Case("heads", case_id, data, framed=False, head_only=parts["method"] == "HEAD")
 
 
-FAMILIES: Final[dict[str, Callable[[int, int], Iterator[Build]]]] = {
+FAMILIES: Final[dict[str, Callable[[int, int, Ids], Iterator[Case]]]] = {
     "schema": _schema,
     "decoding": _decoding,
     "lanes": _lanes,
