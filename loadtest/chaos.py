@@ -31,7 +31,7 @@ from loadtest.processes import end_in_order
 from loadtest.report import aligned, facts, progress, write_json
 from tests.engine.launched import START_S, Launcher, processes, session_of
 from tests.engine.tiny_model import tiny_model
-from tests.harness import wait_until
+from tests.harness import Metrics, wait_until
 
 SLOTS: Final = 8
 SPREAD_S: Final = 4.0  # over which a round's requests and its fault are spread
@@ -171,14 +171,14 @@ async def play(one: Launcher, what: Round) -> Outcome:
     await asyncio.to_thread(wait_until, one.answers, "an answer", within=START_S)
     back_s = time.monotonic() - began
     with contextlib.suppress(AssertionError):  # then it is told as leaked
-        await asyncio.to_thread(wait_until, lambda: not _held(one), "gauges at 0", within=CLEAR_S)
+        await asyncio.to_thread(wait_until, lambda: not held(one.metrics()), "gauges at 0", within=CLEAR_S)
     fault = f"{'stop' if what.stopped else 'kill'} {what.victim} at {what.fault_s:.1f} s"
-    return Outcome(fault, dict(ends), _held(one), orphans, back_s)
+    return Outcome(fault, dict(ends), held(one.metrics()), orphans, back_s)
 
 
-def _held(one: Launcher) -> dict[str, float]:
-    seen = one.metrics()
-    return {gauge: value for gauge in GAUGES if (value := seen.total(gauge))}
+def held(metrics: Metrics) -> dict[str, float]:
+    """What gauges show that must be 0 when nobody is there."""
+    return {gauge: value for gauge in GAUGES if (value := metrics.total(gauge))}
 
 
 def table(done: Sequence[Outcome]) -> str:

@@ -29,7 +29,7 @@ from typing import Any, Final
 import uvloop
 
 from app.connection import LINGER_S
-from loadtest.chaos import GAUGES
+from loadtest.chaos import held
 from loadtest.observed_gateway import ObservedGateway
 from loadtest.processes import end_in_order
 from loadtest.report import aligned, facts, progress, write_json
@@ -234,9 +234,10 @@ class Torture:
         while True:
             await asyncio.sleep(TELL_S)
             tally = self.tally
+            ends = ", ".join(f"{count} {word}" for word, count in tally.ends.most_common())
             progress(
                 f"{tally.done} of {self.calls}, {tally.troubles.total()} troubles, {len(tally.defects)} defects, "
-                f"{self.gate.memory_bytes() / 2**20:.0f} MiB: {_words(tally.ends)}"
+                f"{self.gate.memory_bytes() / 2**20:.0f} MiB: {ends}"
             )
 
     # the end
@@ -248,7 +249,7 @@ class Torture:
     def _wait_for_rest(self) -> dict[str, Any]:
         engine, gate = self.engine, self.gate
         with contextlib.suppress(AssertionError):  # then it is told as left over
-            wait_until(lambda: not gate.leftovers() and not self._held(), "gauges at 0", within=REST_S)
+            wait_until(lambda: not self._held(), "gauges at 0", within=REST_S)
             wait_until(lambda: gate.get("/readyz").status_code == 200, "a ready engine", within=REST_S)
         end, last = time.monotonic() + LINGER_S + 3, None
         while True:  # the last of the clients, and our own looks, are closing
@@ -261,19 +262,20 @@ class Torture:
 
     def _snapshot(self) -> dict[str, Any]:
         counts = self.engine.counts()
-        gauges = self._held() | self.gate.leftovers()
+        gauges = self._held()
         look = self.gate.look()
+        objects = look["objects"]
+        to_engine = objects["EngineConnection"]  # the scrape's comes and goes
         return {
             "gauges": gauges,
-            "descriptors": self.gate.descriptors() - look["objects"]["EngineConnection"],  # the scrape's comes and goes
+            "descriptors": self.gate.descriptors() - to_engine,
             "tasks": look["tasks"],
-            "objects": _less_the_scrapes(look["objects"]),
+            "objects": objects | {"EngineConnection": max(0, to_engine - 1)},
             "at_engine": {name: counts[name] for name in ("running", "queued")},
         }
 
     def _held(self) -> dict[str, float]:
-        metrics = self.gate.metrics()
-        return {gauge: value for gauge in GAUGES if (value := metrics.total(gauge))}
+        return held(self.gate.metrics()) | self.gate.leftovers()
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         for what in before:
@@ -318,14 +320,6 @@ class Torture:
         return growth
 
 
-def _less_the_scrapes(objects: dict[str, int]) -> dict[str, int]:
-    return objects | {"EngineConnection": max(0, objects["EngineConnection"] - 1)}
-
-
-def _words(ends: Counter[str]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in ends.most_common())
-
-
 def table(by_manner: dict[str, dict[str, int]]) -> str:
     """One line for each manner of client."""
     words = sorted({word for ends in by_manner.values() for word in ends} | set(DEFECTS))
@@ -359,10 +353,9 @@ def main(argv: Sequence[str]) -> int:
     REPORT.parent.mkdir(exist_ok=True)
     write_json(REPORT, about | found)
     print(table(found["by_manner"]))
-    for name in ("took_s", "calls_a_second", "statuses", "troubles", "at_engine", "aborts_counted_by_gateway"):
-        print(f"{name}: {found[name]}")
-    for name in ("ends_told", "before", "after", "most_descriptors", "memory_mib", "memory_bytes_a_call"):
-        print(f"{name}: {found[name]}")
+    for name, value in found.items():
+        if name not in ("calls", "ends", "by_manner", "defects"):
+            print(f"{name}: {value}")
     for defect in found["defects"][:20]:
         print(f"DEFECT {defect}")
     verdict = f"{len(found['defects'])} DEFECTS" if found["defects"] else "all well"

@@ -99,7 +99,7 @@ async def play(call: Call, port: int) -> tuple[str, int]:
         try:
             async with asyncio.timeout(call.deadline_s + OVERDUE_S if call.leaves_s is None else call.leaves_s):
                 await _send(wire, call)
-                answer = await _read(wire, call)
+                answer = await wire.answer(FOR_EVER, pause_s=0.005 if call.manner == "reads slowly" else 0)
                 return judge(call, answer), answer.status_code
         except TimeoutError:
             if call.manner == "resets":
@@ -142,25 +142,6 @@ async def _send(wire: Wire, call: Call) -> None:
         await (wire.chunk(part) if call.chunked else wire.send(part))
     if call.chunked:
         await wire.chunk(b"")
-
-
-async def _read(wire: Wire, call: Call) -> Answer:
-    status, headers = await wire.read_head(FOR_EVER)
-    if call.manner != "reads slowly":
-        return await _rest(wire, status, headers, 0)
-    return await _rest(wire, status, headers, 0.005)
-
-
-async def _rest(wire: Wire, status: int, headers: dict[str, str], pause_s: float) -> Answer:
-    body = bytearray()
-    try:
-        async for piece in wire.pieces(headers, FOR_EVER):
-            body += piece
-            if pause_s:
-                await asyncio.sleep(pause_s)
-    except Cut:
-        return Answer(status, headers, bytes(body), False)
-    return Answer(status, headers, bytes(body), True)
 
 
 def judge(call: Call, answer: Answer) -> str:

@@ -137,8 +137,8 @@ class Wire:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise Cut(repr(error)) from error
 
-    async def answer(self, within: float | None = PATIENCE_S) -> Answer:
-        """The next final response, whole or as far as it came."""
+    async def answer(self, within: float | None = PATIENCE_S, *, pause_s: float = 0) -> Answer:
+        """The next final response, whole or as far as it came; read slowly, with a pause after each piece."""
         status, headers = await self.read_head(within)
         while status < 200:
             status, headers = await self.read_head(within)
@@ -147,6 +147,8 @@ class Wire:
             if status not in (204, 304):
                 async for piece in self.pieces(headers, within):
                     body += piece
+                    if pause_s:
+                        await asyncio.sleep(pause_s)
         except Cut:
             return Answer(status, headers, bytes(body), False)
         return Answer(status, headers, bytes(body), True)
