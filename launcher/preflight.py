@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -102,10 +102,13 @@ def check(plan: Plan, device: Device, config: Config, weight_files: int) -> Fit:
     if wanted and tokens < wanted and not text.get("sliding_window"):
         raise DoesNotFit(
             f"one request of {wanted:,} tokens needs {wanted * per_token / GIB:.1f} GiB of KV cache, and there is room "
-            f"for {max(0, cache) / GIB:.1f}: "
-            + (f"pass --max-model-len {tokens} after --" if tokens > 0 else "take a smaller or a quantised model")
+            f"for {max(0, cache) / GIB:.1f}: " + _advice([f"--max-model-len {tokens}"] if tokens > 0 else [])
         )
     return Fit(weights, tokens * number(flags, "data-parallel-size", 1), wanted)
+
+
+def _advice(ways: Sequence[str], otherwise: str = "take a smaller or a quantised model") -> str:
+    return f"pass {' or '.join(ways)} after --" if ways else otherwise
 
 
 def _check_context(plan: Plan, text: Config, own: int | None, asked: int | None) -> None:
@@ -132,8 +135,7 @@ def _for_cpu(plan: Plan, device: Device, weights: int | None) -> int | None:
             ways.append("--dtype bfloat16")
         raise DoesNotFit(
             f"{_gib(weights)} of weights as {plan.dtype} and {_gib(cache or 0)} of KV cache don't fit into "
-            f"{_gib(device.memory)} of free memory: "
-            + (f"pass {' or '.join(ways)} after --" if ways else "take a smaller or a quantised model")
+            f"{_gib(device.memory)} of free memory: " + _advice(ways)
         )
     return cache
 
@@ -159,7 +161,7 @@ def _for_gpu(plan: Plan, device: Device, weights: int | None) -> int | None:
             ways.append("--gpu-memory-utilization 0.98")
         raise DoesNotFit(
             f"{_gib(weights)} of weights on each GPU don't fit into {_gib(budget)}: "
-            + (f"pass {' or '.join(ways)} after --" if ways else "take a quantised model, or see docs/scaling.md")
+            + _advice(ways, "take a quantised model, or see docs/scaling.md")
         )
     if "kv-cache-memory-bytes" in plan.flags:
         return _tokens(plan.flags["kv-cache-memory-bytes"])
@@ -194,8 +196,7 @@ def _weights(text: Config, dtype: int, files: int) -> int | None:
     """Bytes of all weights once loaded."""
     quantised = _as_config(text.get("quantization_config"))
     if files:
-        stored = _dtype(str(text.get("dtype") or text.get("torch_dtype")), {})
-        return files if quantised else files // stored * dtype
+        return files if quantised else files // _stored(text) * dtype
     layers, hidden = _int(text, "num_hidden_layers", "n_layer"), _int(text, "hidden_size", "n_embd")
     heads, inner = _int(text, "num_attention_heads", "n_head"), _int(text, "intermediate_size")
     if not (layers and hidden and heads and inner):
@@ -210,11 +211,14 @@ def _weights(text: Config, dtype: int, files: int) -> int | None:
     return params * (_int(quantised, "bits") or 4) // 8 if quantised else params * dtype
 
 
+def _stored(text: Config) -> int:
+    """Bytes of one number in the weight files."""
+    return BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
+
+
 def _dtype(name: str, text: Config) -> int:
-    """Bytes of one number; what the model says decides for `auto`, but vLLM halves float32 then."""
-    if name == "auto":
-        return min(2, BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2))
-    return BYTES.get(name, 2)
+    """Bytes of one number once loaded; what the model says decides for `auto`, but vLLM halves float32 then."""
+    return min(2, _stored(text)) if name == "auto" else BYTES.get(name, 2)
 
 
 def _tokens(text: str) -> int | None:
