@@ -71,6 +71,7 @@ class BoundedConnection(ClientConnection):
         super().data_received(data)
         self._unparsed = 0 if self._got_on else self._unparsed + len(data)
         if self._unparsed > HEAD_BYTES and not self.transport.is_closing():
+            # There is none at first, which uvicorn's annotation leaves out.
             if self.cycle is None or self.cycle.response_complete:  # type: ignore[redundant-expr]
                 self.send_400_response("The head of the request is too large.")
             else:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -165,21 +165,21 @@ class Monitor:
         return response.content
 
     def _take(self, text: bytes) -> None:
-        sums: dict[bytes, float] = {}
+        sums: defaultdict[bytes, float] = defaultdict(float)
         for name, value in _SAMPLE.findall(text):
             number = float(value)
-            sums[name] = max(sums.get(name, 0.0), number) if b"usage" in name else sums.get(name, 0.0) + number
+            sums[name] = max(sums[name], number) if b"usage" in name else sums[name] + number
         if b"vllm:iteration_tokens_total_count" not in sums:
             return
         reading = Reading(
-            running=sums.get(b"vllm:num_requests_running", 0),
-            waiting=sums.get(b"vllm:num_requests_waiting", 0),
-            kv_cache_usage=sums.get(b"vllm:kv_cache_usage_perc", 0),
-            prompt_tokens=sums.get(b"vllm:prompt_tokens_total", 0),
-            generation_tokens=sums.get(b"vllm:generation_tokens_total", 0),
+            running=sums[b"vllm:num_requests_running"],
+            waiting=sums[b"vllm:num_requests_waiting"],
+            kv_cache_usage=sums[b"vllm:kv_cache_usage_perc"],
+            prompt_tokens=sums[b"vllm:prompt_tokens_total"],
+            generation_tokens=sums[b"vllm:generation_tokens_total"],
             iterations=sums[b"vllm:iteration_tokens_total_count"],
-            prefix_queries=sums.get(b"vllm:prefix_cache_queries_total", 0),
-            started=sums.get(b"process_start_time_seconds", 0),
+            prefix_queries=sums[b"vllm:prefix_cache_queries_total"],
+            started=sums[b"process_start_time_seconds"],
         )
         now = self._loop.time()
         before, self.reading = self.reading, reading
