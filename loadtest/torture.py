@@ -20,9 +20,7 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,10 +30,11 @@ from app.connection import LINGER_S
 from loadtest.chaos import held
 from loadtest.observed_gateway import ObservedGateway
 from loadtest.processes import end_in_order
-from loadtest.report import aligned, facts, progress, write_json
+from loadtest.report import facts, progress, write_json
 from loadtest.runs import allow_many_connections
 from loadtest.slope import Slope, slope
-from loadtest.torture_calls import DEADLINE_S, DEFECTS, KEYS, Call, draw, endless, leave_in_answer, play
+from loadtest.torture_calls import DEADLINE_S, KEYS, Call, draw, endless, leave_in_answer, play
+from loadtest.torture_tally import Tally, table
 from tests.harness import FakeEngine, wait_until
 
 CLIENTS_A_SLOT: Final = 10
@@ -51,48 +50,6 @@ LEAK_BYTES: Final = 64.0  # a call: less than the smallest object of a call that
 TROUBLES: Final = ("kill", "stop", "hang", "cut")
 ABORTS: Final = "tidegate_engine_aborts_total"
 REPORT: Final = Path("reports", "torture.json")
-
-
-@dataclass(slots=True)
-class Tally:
-    """What has been seen so far."""
-
-    ends: Counter[str] = field(default_factory=Counter)
-    by_manner: dict[str, Counter[str]] = field(default_factory=dict)
-    statuses: Counter[int] = field(default_factory=Counter)
-    words: dict[str, str] = field(default_factory=dict)  # how each call ended, by its id
-    defects: list[str] = field(default_factory=list)
-    troubles: Counter[str] = field(default_factory=Counter)
-    memory: list[tuple[float, float]] = field(default_factory=list)  # bytes by calls
-    most_descriptors: int = 0
-    at_engine: Counter[str] = field(default_factory=Counter)  # how requests ended there, over all its lives
-    seen_there: Counter[str] = field(default_factory=Counter)  # ids of calls
-
-    def add(self, call: Call, word: str, status: int) -> None:
-        """One call is over."""
-        self.ends[word] += 1
-        self.by_manner.setdefault(call.manner, Counter())[word] += 1
-        self.statuses[status] += 1
-        self.words[call.id] = word
-        if word in DEFECTS:
-            self.defects.append(f"{word}: {call} status {status}")
-
-    def add_life(self, entries: Iterable[dict[str, Any]]) -> None:
-        """What the engine has to say before it is killed, or at the end."""
-        for entry in entries:
-            name = dict(entry["headers"]).get("x-request-id", "")
-            self.at_engine[entry["outcome"]] += 1
-            self.seen_there[name] += 1
-            if self.seen_there[name] > 1 and name:
-                self.defects.append(f"sent twice: {name}")
-            if self.words.get(name) == "refused":
-                self.defects.append(f"refused, and sent nevertheless: {name}")
-            if self.words.get(name) == "whole" and entry["outcome"] in ("aborted", "faulted"):
-                self.defects.append(f"whole for its client, {entry['outcome']} at the engine: {name}")
-
-    @property
-    def done(self) -> int:
-        return self.ends.total()
 
 
 class Torture:
@@ -318,15 +275,6 @@ class Torture:
             grows = growth.value - 2 * growth.error > LEAK_BYTES
             self._check(not grows, f"memory grows by {growth} bytes a call")
         return growth
-
-
-def table(by_manner: dict[str, dict[str, int]]) -> str:
-    """One line for each manner of client."""
-    words = sorted({word for ends in by_manner.values() for word in ends} | set(DEFECTS))
-    lines = [["client", *words]]
-    lines += [[manner, *(str(ends.get(word, 0)) for word in words)] for manner, ends in sorted(by_manner.items())]
-    lines.append(["all", *(str(sum(ends.get(word, 0) for ends in by_manner.values())) for word in words)])
-    return aligned(lines)
 
 
 def torture(seed: int, calls: int, limit: int, every_s: float) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 
 from loadtest.chaos import ENDS
 from loadtest.slope import slope
-from loadtest.torture import Tally, table
 from loadtest.torture_calls import Call, draw, judge
+from loadtest.torture_tally import Tally, table
 from tests.wire import Answer
 
 ERROR = 'data: {"error": {"code": "%s"}}\n\ndata: [DONE]\n\n'
