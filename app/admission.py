@@ -30,7 +30,7 @@ class Admission:
         self._forwarder = forwarder
         self._priorities = {lane.name: lane.priority for lane in settings.lanes}
         self.gate = Gate(settings.lanes, settings.max_in_flight, settings.max_queue, self._loop)
-        self.pace = Pace(self._priorities, self._loop.time)
+        self.pace = Pace(self.gate.lanes, self._loop.time)
 
     async def serve(self, call: Call) -> None:
         """Serve one request to its end.
@@ -45,7 +45,7 @@ class Admission:
         self._status.check_ready()
         guest = self._house.enter(
             content_length(call),
-            lambda: self.pace.retry_after_s(None, self.gate.lanes),
+            lambda: self.pace.retry_after_s(None),
             call.key,
             self.gate.displace,
         )
@@ -88,8 +88,7 @@ class Admission:
             raise self._full(demand.lane, f"The {full.bound} is full.") from None
 
     def _full(self, lane: str, what: str) -> Refused:
-        retry_after_s = self.pace.retry_after_s(lane, self.gate.lanes)
-        return Refused(QUEUE_FULL, f"{what} Retry later.", retry_after_s=retry_after_s)
+        return Refused(QUEUE_FULL, f"{what} Retry later.", retry_after_s=self.pace.retry_after_s(lane))
 
     def _check_feasible(self, call: Call) -> None:
         """Refuse at once what would only grow old in the queue.
@@ -100,8 +99,7 @@ class Admission:
         served, the same engine time then serves more of them.
         """
         lane = call.demand.lane
-        load = self.gate.lanes[lane]
-        wait_s = self.pace.wait_s(lane, load, load.ahead(call.key, call.demand.weight))
+        wait_s = self.pace.wait_s(lane, self.gate.lanes[lane].ahead(call.key, call.demand.weight))
         if not wait_s:
             return
         relative = self.pace.relative_work(lane, call.demand.work)
@@ -125,7 +123,7 @@ class Admission:
         return Refused(
             INFEASIBLE,
             f"{why} about {self._service_s(call):.1f} s: too much for a deadline in {left_s:.1f} s. Retry later.",
-            retry_after_s=self.pace.retry_after_s(lane, self.gate.lanes, whole_queue=True),
+            retry_after_s=self.pace.retry_after_s(lane, whole_queue=True),
         )
 
     async def _wait(self, call: Call, ticket: Ticket) -> None:
@@ -151,5 +149,4 @@ class Admission:
 
     def _waited_too_long(self, lane: str) -> Refused:
         message = f"The request waited {self._settings.max_wait_s:g} s for its turn. Retry later."
-        retry_after_s = self.pace.retry_after_s(lane, self.gate.lanes, whole_queue=True)
-        return Refused(QUEUE_TIMEOUT, message, retry_after_s=retry_after_s)
+        return Refused(QUEUE_TIMEOUT, message, retry_after_s=self.pace.retry_after_s(lane, whole_queue=True))

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 WINDOW_S: Final = 60.0
@@ -55,8 +55,9 @@ class _Done:
 class Pace:
     """Measured service times. A lane with m slots in use and a mean service time of s seconds frees m / s a second."""
 
-    def __init__(self, lanes: Iterable[str], clock: Callable[[], float]) -> None:
-        self._done = {lane: _Done() for lane in lanes}
+    def __init__(self, loads: Mapping[str, LaneLoad], clock: Callable[[], float]) -> None:
+        self._loads = loads  # by lane
+        self._done = {lane: _Done() for lane in loads}
         self._clock = clock
 
     def served(self, lane: str, service_s: float, work: float = 0.0) -> None:
@@ -84,20 +85,19 @@ class Pace:
             return 1.0
         return min(RELATIVE[1], max(RELATIVE[0], work / means[1]))
 
-    def wait_s(self, lane: str, load: LaneLoad, ahead: int) -> float | None:
+    def wait_s(self, lane: str, ahead: int) -> float | None:
         """Expected wait while the lane hands out `ahead` slots; None while too little is known."""
         service = self.service_s(lane)
-        return None if service is None else ahead * service / max(1, load.in_flight)
+        return None if service is None else ahead * service / max(1, self._loads[lane].in_flight)
 
-    def retry_after_s(self, lane: str | None, loads: Mapping[str, LaneLoad], *, whole_queue: bool = False) -> int:
+    def retry_after_s(self, lane: str | None, *, whole_queue: bool = False) -> int:
         """Whole seconds until the queue has room for one more, or (`whole_queue`) until it is worked off.
 
         `lane` None means that the request's lane is not known: the lane that frees a slot first counts.
         """
         waits = []
-        for name in loads if lane is None else (lane,):
-            service = self.service_s(name)
-            if service is not None:
-                slots = max(1, loads[name].in_flight)
-                waits.append((loads[name].queued_weight if whole_queue else 1) * service / slots)
+        for name in self._loads if lane is None else (lane,):
+            ahead = self._loads[name].queued_weight if whole_queue else 1
+            if (wait_s := self.wait_s(name, ahead)) is not None:
+                waits.append(wait_s)
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(waits, default=1))))

@@ -15,9 +15,10 @@ class Load:
     queued_weight: int = 0
 
 
-def pace(clock: VirtualClock | None = None, **service_s: Sequence[float]) -> Pace:
-    """What is known after these completions in lanes `a` and `b`."""
-    made = Pace(["a", "b"], (clock or VirtualClock()).time)
+def pace(*loads: Load, clock: VirtualClock | None = None, **service_s: Sequence[float]) -> Pace:
+    """What is known after these completions in lanes `a` and `b`, with these loads now."""
+    lanes = dict(zip("ab", loads or (Load(), Load()), strict=True))
+    made = Pace(lanes, (clock or VirtualClock()).time)
     for lane, times in service_s.items():
         for seconds in times:
             made.served(lane, seconds)
@@ -34,14 +35,14 @@ def pace(clock: VirtualClock | None = None, **service_s: Sequence[float]) -> Pac
     ],
 )
 def test_the_wait_is_the_queue_over_the_rate_at_which_slots_come_free(load: Load, wait_s: float) -> None:
-    assert pace(a=[1, 2, 3, 2, 2]).wait_s("a", load, load.queued_weight) == wait_s
+    assert pace(load, Load(), a=[1, 2, 3, 2, 2]).wait_s("a", load.queued_weight) == wait_s
 
 
 def test_with_fewer_than_five_completions_nothing_is_known() -> None:
-    little = pace(a=[100] * 4)
+    little = pace(Load(1, 100), Load(1, 100), a=[100] * 4)
     assert little.service_s("a") is None
-    assert little.wait_s("a", Load(1), 100) is None
-    assert little.retry_after_s("a", {"a": Load(1, 100), "b": Load(1, 100)}) == 1
+    assert little.wait_s("a", 100) is None
+    assert little.retry_after_s("a") == 1
 
 
 def test_lanes_are_measured_apart() -> None:
@@ -77,7 +78,7 @@ def test_a_deadline_that_came_first_is_no_completion_and_never_makes_a_lane_look
 
 def test_what_is_older_than_a_minute_is_forgotten() -> None:
     clock = VirtualClock()
-    lanes = pace(clock, a=[50] * 5)
+    lanes = pace(clock=clock, a=[50] * 5)
     clock.skip(59)
     assert lanes.service_s("a") == 50
     for _ in range(5):
@@ -100,19 +101,17 @@ def test_what_is_older_than_a_minute_is_forgotten() -> None:
     ],
 )
 def test_retry_after_is_the_time_until_there_is_room(lane: str | None, whole_queue: bool, seconds: int) -> None:
-    loads = {"a": Load(in_flight=4, queued_weight=10), "b": Load(in_flight=1, queued_weight=2)}
-    told = pace(a=[2] * 5, b=[20] * 5).retry_after_s(lane, loads, whole_queue=whole_queue)
-    assert told == seconds
+    loads = Load(in_flight=4, queued_weight=10), Load(in_flight=1, queued_weight=2)
+    assert pace(*loads, a=[2] * 5, b=[20] * 5).retry_after_s(lane, whole_queue=whole_queue) == seconds
 
 
 @pytest.mark.parametrize(("service_s", "seconds"), [(0.001, 1), (2.1, 3), (1e6, 30)])
 def test_retry_after_is_whole_seconds_from_1_to_30(service_s: float, seconds: int) -> None:
-    assert pace(a=[service_s] * 5).retry_after_s("a", {"a": Load(1, 1)}) == seconds
+    assert pace(Load(1, 1), Load(), a=[service_s] * 5).retry_after_s("a") == seconds
 
 
 def test_an_unknown_lane_goes_by_the_lanes_of_which_something_is_known() -> None:
-    loads = {"a": Load(1, 1), "b": Load(1, 1)}
-    assert pace(a=[7] * 5, b=[1] * 4).retry_after_s(None, loads) == 7
+    assert pace(Load(1, 1), Load(1, 1), a=[7] * 5, b=[1] * 4).retry_after_s(None) == 7
 
 
 def test_a_million_completions_are_not_all_remembered() -> None:
