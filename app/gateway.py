@@ -44,7 +44,7 @@ class Gateway:
         forwarder = Forwarder(settings, status, self._engine, self.monitor, self._lanes)
         self.admission = Admission(settings, status, self.house, self._lanes, forwarder)
         self._beside = Beside(status, self.house, forwarder)
-        self.metrics = Metrics(settings, status, self.admission.gate, self.house)
+        self.metrics = Metrics(status, self.admission.gate, self.house)
         self._recent = Recent(self.admission.gate.lanes)
         self.stats = Stats(self.admission.gate, self.house, self.metrics, self.monitor, status, self._recent)
         self._keys = keys

@@ -26,7 +26,6 @@ PAGE_HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 TOLD_TO_BROWSERS: Final = (
     "x-request-id x-tidegate-reason x-tidegate-lane x-tidegate-queue-ms retry-after retry-after-ms x-should-retry"
 ).split()
@@ -136,7 +135,7 @@ async def stats(request: Request) -> Response:
     if asked.get("watch") != "1":
         return JSONResponse(gateway.stats.snapshot())
     events = gateway.stats.watch(gateway.empty, history=asked.get("history") == "1")
-    return Watch(gateway.stats, events, STREAM_HEADERS)
+    return Watch(gateway.stats, events)
 
 
 @pages.get("/")

@@ -14,7 +14,6 @@ from app.call import NO_LANE, Call
 from app.errors import DEADLINE, REFUSAL_KINDS, Refused
 from app.gate import Gate
 from app.house import House
-from app.settings import Settings
 from app.status import RESTART_CAUSES, EngineStatus
 
 SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -41,11 +40,10 @@ VERSION: Final = _version()
 class Metrics:
     """What is counted; series exist from the start wherever their labels are known."""
 
-    def __init__(self, settings: Settings, status: EngineStatus, gate: Gate, house: House) -> None:
+    def __init__(self, status: EngineStatus, gate: Gate, house: House) -> None:
         # A second series for each, of no use here. (This one call of the library is untyped.)
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=True)
-        lanes = [lane.name for lane in settings.lanes]
         self.total_requests = 0  # gated arrivals, refused ones too
         self.outcomes = Tally(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Tally({kind.reason: 0 for kind in REFUSAL_KINDS})
@@ -68,7 +66,7 @@ class Metrics:
         self._disconnects = self._counter("client_disconnects", "Clients that left early, by phase.", "lane", "phase")
         self._by_key = self._counter("key_requests", "Gated requests that have ended, by API key.", "key", "outcome")
         self._retries = self._counter("retries", "Requests that say they are a repetition, by which one.", "attempt")
-        for lane in (*lanes, NO_LANE):
+        for lane in (*gate.lanes, NO_LANE):
             for kind in REFUSAL_KINDS:
                 self._refusals(kind.reason, lane)
             for phase in PHASES:
@@ -76,7 +74,7 @@ class Metrics:
                 self._disconnects(lane, phase)
             for outcome in OUTCOMES:
                 self._duration(lane, outcome)
-        for lane in lanes:
+        for lane in gate.lanes:
             self._queue_wait(lane)
             self._first_byte(lane)
             self._gap(lane)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from app.recent import Recent
 from app.status import EngineStatus
 
 PERIOD_S: Final = 1.0
+HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}  # of an answer that goes on
 WATCHERS: Final = 100  # at a time; each costs a connection and a frame a second
 HISTORY: Final = 300  # looks that are kept for charts, one each `PERIOD_S`
 
@@ -114,8 +115,8 @@ class Stats:
 class Watch(StreamingResponse):
     """An answer that goes on; only so many at a time."""
 
-    def __init__(self, stats: Stats, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+    def __init__(self, stats: Stats, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers=HEADERS, media_type="text/event-stream")
         self._stats = stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

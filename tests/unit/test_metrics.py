@@ -19,7 +19,7 @@ from app.lanes import Demand
 from app.metrics import ABORT_CAUSES, OUTCOMES, PHASES, Metrics
 from app.relay import Relay
 from app.routes import FORWARDED
-from app.settings import Settings
+from app.settings import DEFAULT_LANES
 from app.status import RESTART_CAUSES, EngineStatus
 from tests.tools import tool
 from tests.unit.virtual_clock import VirtualClock
@@ -73,11 +73,10 @@ class Counted:
     """Metrics and what they look at."""
 
     def __init__(self) -> None:
-        self.settings = Settings.model_validate({"max_in_flight": 8})
         self.status = EngineStatus()
-        self.gate = Gate(self.settings.lanes, 8, 10, VirtualClock())
+        self.gate = Gate(DEFAULT_LANES, 8, 10, VirtualClock())
         self.house = House(18, 1000, 1000)
-        self.metrics = Metrics(self.settings, self.status, self.gate, self.house)
+        self.metrics = Metrics(self.status, self.gate, self.house)
 
     def scrape(self, engine: bytes | None = None) -> list[Metric]:
         return list(text_string_to_metric_families(self.metrics.render(engine).decode()))
