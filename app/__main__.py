@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 
 import uvloop
@@ -25,12 +26,14 @@ def main() -> int:
         return _complain(
             "several workers would each admit up to the limit: one process holds one gate; leave out --workers"
         )
+    json_lines = False  # until the settings are known
     try:
         settings = load_settings()
+        json_lines = settings.log_format == "json"
         configure(settings.log_format)
         return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_serve(settings))
     except (SettingsError, PortTaken) as error:
-        return _complain(str(error))
+        return _complain(str(error), json_lines=json_lines)
 
 
 async def _serve(settings: Settings) -> int:
@@ -39,8 +42,11 @@ async def _serve(settings: Settings) -> int:
     return await server.run()
 
 
-def _complain(text: str) -> int:
-    print(f"tidegate: {text}", file=sys.stderr)
+def _complain(text: str, *, json_lines: bool = False) -> int:
+    if json_lines:
+        logging.getLogger("tidegate").error("%s", text)
+    else:
+        print(f"tidegate: {text}", file=sys.stderr)
     return BAD_SETTINGS
 
 

@@ -60,7 +60,7 @@ class GatewayServer:
         settings = self._settings
         _raise_descriptor_limit()
         _check_certificate(settings)
-        main = _listen(settings.host, settings.port, "--port or TIDEGATE_PORT")
+        main = _listen(settings.host, settings.port, "TIDEGATE_PORT (of the launcher: --port)")
         self.port = main.getsockname()[1]
         self._sockets.append((self._app, main))
         if settings.ops_port is not None:
@@ -152,7 +152,7 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         no_address = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
         remedy = (
-            "give an address of this machine with --host or TIDEGATE_HOST"
+            "give an address of this machine with TIDEGATE_HOST (of the launcher: --host)"
             if no_address
             else f"stop what uses it or choose another with {setting}"
         )

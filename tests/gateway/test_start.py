@@ -1,5 +1,6 @@
 """Bad input at the start: one clear line that says what to do, exit code 2, no traceback."""
 
+import json
 import socket
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_port_taken(port: str) -> None:
         holder.listen()
         taken = holder.getsockname()[1]
         start_fails([str(taken)], **{port: taken})
+        line = json.loads(start_fails([str(taken)], **{port: taken}, log_format="json"))
+    assert (line["level"], line["logger"]) == ("error", "tidegate")
 
 
 def test_same_port_twice() -> None:

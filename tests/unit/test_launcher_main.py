@@ -291,14 +291,14 @@ def test_a_taken_port_is_found_before_the_model_loads(launch: Launch) -> None:
         one = launch("MODEL", "--port", str(taken.getsockname()[1]))
         assert one.exit_code() == 2
     assert "cannot listen on 127.0.0.1 port" in one_line(one)
-    assert "choose another with --port" in one_line(one)
+    assert "choose another with TIDEGATE_PORT (of the launcher: --port)" in one_line(one)
     assert not one.notes
 
 
 def test_an_address_of_another_machine_is_told_from_a_taken_port(launch: Launch) -> None:
     one = launch("MODEL", "--host", "192.0.2.1", "--port", "0")
     assert one.exit_code() == 2
-    assert "give an address of this machine with --host or TIDEGATE_HOST" in one_line(one)
+    assert "give an address of this machine with TIDEGATE_HOST (of the launcher: --host)" in one_line(one)
     assert not one.notes
 
 
