@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is left and write the page; 0 done, 1 a server failed, 2 usage, 130 or 143 interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     flags = argparse.ArgumentParser(prog="python -m loadtest.campaign", description=(__doc__ or "").partition("\n")[0])
-    flags.add_argument("--quick", action="store_true", help="fewer and shorter runs: some 4 minutes instead of 29")
+    flags.add_argument("--quick", action="store_true", help="fewer and shorter runs: some 5 minutes instead of 29")
     flags.add_argument("--only", type=_groups, default=GROUPS, help=f"some of {','.join(GROUPS)} (default: all)")
     flags.add_argument("--fresh", action="store_true", help="forget the runs of an earlier, interrupted report")
     flags.add_argument("--out", type=Path, default=OUT, help="folder (default: loadtest/report)")
