@@ -39,6 +39,8 @@ def main() -> int:
 async def _serve(settings: Settings) -> int:
     server = GatewayServer(settings)
     server.bind()
+    ops = f", probes and metrics on port {settings.ops_port}" if settings.ops_port is not None else ""
+    logging.getLogger("tidegate").info("listening on %s port %d%s", settings.host, server.port, ops)
     return await server.run()
 
 

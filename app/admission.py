@@ -110,7 +110,10 @@ class Admission:
 
     def _check_still_feasible(self, call: Call) -> None:
         """Refuse what has waited for longer than expected, rather than have the engine work on it for nothing."""
-        if call.deadline.left(self._loop.time()) < self._service_s(call):
+        left_s = call.deadline.left(self._loop.time())
+        if left_s <= 0:  # its timer is due too, and comes a moment later
+            raise call.deadline_passed()
+        if left_s < self._service_s(call):
             raise self._infeasible(call, "The queue took longer than expected, an answer takes")
 
     def _service_s(self, call: Call) -> float:

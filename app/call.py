@@ -103,7 +103,9 @@ class Call:
     def deadline_passed(self) -> Refused:
         """The error for a deadline that has passed; names the phase in which it did."""
         after = self._loop.time() - self.deadline.arrived
-        advice = "Allow more time (x-request-timeout-ms, up to the server's own limit), or ask for less."
+        first = self.phase in ("queue", "first byte") and self.deadline.first_event_at < self.deadline.at
+        header = "x-slo-ttft-ms" if first else "x-request-timeout-ms"
+        advice = f"Allow more time ({header}, up to the server's own limit), or ask for less."
         return Refused(DEADLINE, f"The deadline passed after {after:.3f} s, in phase: {self.phase}. {advice}")
 
     async def watch(self) -> None:

@@ -237,6 +237,8 @@ class Monitor:
             return
         except httpx.HTTPError as error:
             if not self._status.ready:
+                if not self._seen_down:
+                    log.warning("engine (TIDEGATE_ENGINE_URL) cannot be reached: %s; answering 503 until it can", error)
                 self._seen_down = True
             elif isinstance(error, httpx.ConnectError):
                 self._went_away("does not take connections")

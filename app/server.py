@@ -97,7 +97,9 @@ class GatewayServer:
 
     def _on_signal(self, number: int) -> None:
         again = self._stop.is_set()
-        log.info("%s: %s", signal.Signals(number).name, "ending now" if again else "draining")
+        log.info(
+            "%s: %s", signal.Signals(number).name, "ending now" if again else "draining; a second signal ends at once"
+        )
         self.stop(now=again)
 
     def _server(self, app: FastAPI) -> Listener:

@@ -8,7 +8,7 @@ same seed, which is printed, they are the same again. The exit code is 0 only if
 
     unexpected   an answer that is neither the engine's nor ours by the table of refusals, a 5xx above all; a refusal of
                  a request with which nothing is wrong
-    no_end       a well-formed request without a whole answer
+    no_end       a well-formed request without a whole answer, which only its own deadline may break off
     crashed      the gateway ended, or wrote an error or a traceback
     reached      the engine saw what was refused, what nobody sent, a path off the list, or a header that ends here
     altered      a body that reached the engine otherwise than it was sent
@@ -61,6 +61,7 @@ LISTED: Final = {(route.method, route.name) for route in FORWARDED}
 END_HERE: Final = re.compile(
     r"x-vllm-(?!priority)|x-tidegate-|x-forwarded-|forwarded$|via$|x-real-ip$|cookie$|x-api-key$|te$"
 )
+HURRIED: Final = re.compile(rb"(?i)\r\nx-(?:request-timeout|envoy-expected-rq-timeout)-ms:")
 REPORT: Final = Path("reports", "fuzz.json")
 
 
@@ -97,7 +98,7 @@ async def send(port: int, case: Case) -> list[Answer] | None:
         except (Cut, TimeoutError, ConnectionError):
             if case.framed:
                 return None
-        return answers if not case.framed or answers[0].whole else None
+        return answers if not case.framed or answers[0].whole or HURRIED.search(case.data) else None
 
 
 async def _answer(wire: Wire, case: Case, within: float) -> Answer:

@@ -81,7 +81,7 @@ async def test_sdk_timeout_that_is_no_number_is_refused_before_the_body_is_read(
 async def test_first_token_bound_holds_for_the_first_token_only(gateway: Start) -> None:
     gate = gateway(keepalive_s=0)
     header = {"x-slo-ttft-ms": "1000"}
-    refused(await post(gate, header, stream=True), "deadline")
+    assert "(x-slo-ttft-ms" in refused(await post(gate, header, stream=True), "deadline")
     answer = await post(gate, header, {"events": 3, "gap_ms": 700}, stream=True)
     assert answer.content.endswith(b"data: [DONE]\n\n")
     assert (await post(gate, header, {"first_ms": 1300})).status_code == 200, "a plain call has no first token"

@@ -2,11 +2,12 @@
 
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
 
-from tests.harness import FakeEngine, Gateway, free_port
+from tests.harness import FakeEngine, Gateway, free_port, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +50,14 @@ def test_port_taken(port: str) -> None:
         start_fails([str(taken)], **{port: taken})
         line = json.loads(start_fails([str(taken)], **{port: taken}, log_format="json"))
     assert (line["level"], line["logger"]) == ("error", "tidegate")
+
+
+def test_engine_that_cannot_be_reached_is_told_once() -> None:
+    with FakeEngine(start=False) as engine, Gateway(engine, wait="/livez") as gate:
+        wait_until(lambda: "cannot be reached" in gate.log)
+        time.sleep(2.5)  # two more looks
+        assert gate.log.count("TIDEGATE_ENGINE_URL") == 1
+        assert f"listening on 127.0.0.1 port {gate.port}" in gate.log
 
 
 def test_same_port_twice() -> None:
