@@ -70,13 +70,15 @@ class Forwarder:
         assert call.route is not None
         target, headers = self._target(call, call.route), self._headers(call, call.route, len(body[0]), priority)
         call.sent_at = self._loop.time()
-        self._monitor.request_sent()
+        # What the engine's front end answers by itself says nothing of the engine behind it.
+        gated = call.route.way is Way.GATED
+        if gated:
+            self._monitor.request_sent()
         try:
             answer = await self._engine.ask(call.route.method, target, headers, body, guest.let_go)
             if answer.status < 300:
                 self._monitor.prompt_counted(call.demand)
-            # What the engine's front end answers by itself says nothing of the engine behind it.
-            activity = self._monitor.activity if call.route.way is Way.GATED else Activity()
+            activity = self._monitor.activity if gated else Activity()
             call.relay = Relay(call, answer, self._keepalive_s, activity)
             await call.relay.run()
             self._note_outcome(call, call.relay)
@@ -95,7 +97,8 @@ class Forwarder:
             no_retry = [(b"x-should-retry", b"false")] if event.status in (500, 502) else []
             await call.answer(event.status, no_retry, event.body)
         finally:
-            self._monitor.request_over()
+            if gated:
+                self._monitor.request_over()
 
     def _note_outcome(self, call: Call, relay: Relay) -> None:
         if call.status >= 500 or (relay.has_events and relay.tail.failed):

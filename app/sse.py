@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any, Final
 
+import httpx
+
 from app.routes import Family
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -20,7 +22,7 @@ _PREAMBLE: Final = ("response.created", "response.in_progress")
 _NAMED: Final = rb'[\r\n](?:event: ?%b[\r\n]|data: ?\{\s*"type":\s*"%b")'  # not every engine names its events
 _RESPONSES_END: Final = re.compile(_NAMED % ((rb"response\.(?:completed|incomplete|failed)",) * 2))
 _MESSAGES_END: Final = re.compile(_NAMED % ((rb"message_stop",) * 2))
-_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\][\r\n]+(?::[^\r\n]*[\r\n]+)*$")  # comments may follow
+_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\][ \t]*[\r\n]+(?::[^\r\n]*[\r\n]+)*$")  # comments may follow
 _ERROR_NAMES: Final = (b"event: error", b"event:error")
 _ERROR: Final = re.compile(rb'[\r\n]data: ?\{\s*(?:"type":\s*"error"|"error":\s*\{)')
 _OUTPUT_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
@@ -47,6 +49,7 @@ class FirstEvent:
 
         Raises:
             EngineErrorEvent: the first event is an error.
+            httpx.RemoteProtocolError: it is one that says nothing which could be passed on.
         """
         if b"\n" not in data and b"\r" not in data:  # no end in it: a large event is not searched again and again
             self._open += data
@@ -142,7 +145,9 @@ def _raise_error_event(data: bytes, *, named: bool) -> None:
         return
     parsed = _parse(data)
     error = parsed.get("error")
-    if named or isinstance(error, dict | str) or parsed.get("type") == "error":
+    if named and not parsed:
+        raise httpx.RemoteProtocolError("the engine's first event is an error that isn't JSON")
+    if named or isinstance(error, dict) or (isinstance(error, str) and error) or parsed.get("type") == "error":
         code = (error if isinstance(error, dict) else parsed).get("code")
         status = code if type(code) is int and 400 <= code <= 599 else 502
         raise EngineErrorEvent(status, data)

@@ -368,6 +368,7 @@ class Gateway(Child):
         metrics = self.metrics()
         for gauge in ("tidegate_in_flight", "tidegate_queue_depth"):
             seen |= metrics.of(gauge)
+        seen |= {name: metrics.total(name) for name in ("tidegate_house_requests", "tidegate_held_bytes")}
         seen |= {f"{name}: {key}": held for name, lane in stats["lanes"].items() for key, held in gauges(lane).items()}
         return {name: value for name, value in seen.items() if value}
 

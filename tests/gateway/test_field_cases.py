@@ -460,6 +460,27 @@ async def test_what_the_front_end_answers_by_itself_is_no_sign_of_life(gateway: 
         call.cancel()
 
 
+async def test_calls_beside_the_gate_do_not_make_an_idle_engine_look_stalled(gateway: Start) -> None:
+    gate = gateway(fresh=True, stall_s=1)
+    over = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient) -> int:
+        answered = 0
+        while not over.is_set():
+            answer = await client.post("/tokenize", json=chat(fake={"head_ms": 100}))
+            assert answer.status_code == 200, answer.text
+            answered += 1
+        return answered
+
+    async with gate.client() as client:
+        assert (await client.post(CHAT, json=chat())).status_code == 200
+        asking = [asyncio.create_task(ask(client)) for _ in range(8)]
+        await asyncio.sleep(4)  # several times the limit
+        over.set()
+        assert all(await asyncio.gather(*asking))
+    assert gate.metrics().total("tidegate_engine_stalls_total") == 0
+
+
 async def test_what_waits_is_not_handed_to_a_server_that_has_lost_its_engine(gateway: Start) -> None:
     """vLLM's server lives some seconds longer than its engine, and fails what it is given."""
     gate = gateway(fresh=True, max_in_flight=2, max_queue=20)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +124,11 @@ class TestFirstEvent:
         assert isinstance(found, EngineErrorEvent)
         assert found.status == status
 
+    @pytest.mark.parametrize("data", [b"data: CUDA out of memory\n", b"", b'data: ["x"]\n', b"data: {}\n"])
+    def test_an_event_that_is_named_so_and_says_nothing_is_an_answer_that_broke_off(self, data: bytes) -> None:
+        with pytest.raises(httpx.RemoteProtocolError):
+            first(CHAT, b"event: error\n" + data + b"\n")
+
     def test_an_error_after_the_preamble_of_a_response_is_the_first_event(self) -> None:
         assert isinstance(
             first(RESPONSES, CREATED, IN_PROGRESS, event({"type": "error", "code": 500})), EngineErrorEvent
@@ -138,6 +144,7 @@ class TestFirstEvent:
         [
             b'{"choices":[{"delta":{"content":"\\"error\\""}}]}',
             b'{"error":null,"choices":[]}',
+            b'{"error":"","choices":[]}',
             b'[{"error":{"code":503}}]',
             b'"error"',
             b'{"error":{',
@@ -168,6 +175,7 @@ class TestTail:
             (CHAT, DONE + b"\n", True),
             (CHAT, CHUNK + DONE + b": bye\n\n: and again\n\n", True),
             (CHAT, b": data: [DONE]\n\n", False),
+            (CHAT, CHUNK + b"data: [DONE] \n\n", True),
             (CHAT, b"", False),
             (CHAT, CHUNK, False),
             (CHAT, CHUNK + b"data: [DON", False),
