@@ -25,7 +25,7 @@ class ClientConnection(HttpToolsProtocol):
         """Called by asyncio."""
         self._answering: RequestResponseCycle | None = None
         self._writes = JoinedWrites(transport, self.loop)
-        super().connection_made(self._writes)  # type: ignore[arg-type]
+        super().connection_made(self._writes)  # type: ignore[arg-type]  # it has what uvicorn uses of a transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio. uvicorn tells only the newest request of a connection that its client is gone."""

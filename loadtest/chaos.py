@@ -31,7 +31,7 @@ from loadtest.processes import end_in_order
 from loadtest.report import aligned, facts, progress, write_json
 from tests.engine.launched import START_S, Launcher, processes, session_of
 from tests.engine.tiny_model import tiny_model
-from tests.harness import Metrics, wait_until
+from tests.harness import wait_until
 
 SLOTS: Final = 8
 SPREAD_S: Final = 4.0  # over which a round's requests and its fault are spread
@@ -46,7 +46,6 @@ ENDS: Final = {  # of a whole stream
     "/v1/responses": "response.completed",
     "/v1/messages": "message_stop",
 }
-GAUGES: Final = ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_house_requests", "tidegate_held_bytes")
 ERROR: Final = re.compile(r'"error": ?\{')
 REPORT: Final = Path("reports", "chaos.json")
 
@@ -171,14 +170,9 @@ async def play(one: Launcher, what: Round) -> Outcome:
     await asyncio.to_thread(wait_until, one.answers, "an answer", within=START_S)
     back_s = time.monotonic() - began
     with contextlib.suppress(AssertionError):  # then it is told as leaked
-        await asyncio.to_thread(wait_until, lambda: not held(one.metrics()), "gauges at 0", within=CLEAR_S)
+        await asyncio.to_thread(wait_until, lambda: not one.metrics().held(), "gauges at 0", within=CLEAR_S)
     fault = f"{'stop' if what.stopped else 'kill'} {what.victim} at {what.fault_s:.1f} s"
-    return Outcome(fault, dict(ends), held(one.metrics()), orphans, back_s)
-
-
-def held(metrics: Metrics) -> dict[str, float]:
-    """What gauges show that must be 0 when nobody is there."""
-    return {gauge: value for gauge in GAUGES if (value := metrics.total(gauge))}
+    return Outcome(fault, dict(ends), one.metrics().held(), orphans, back_s)
 
 
 def table(done: Sequence[Outcome]) -> str:

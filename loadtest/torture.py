@@ -27,7 +27,6 @@ from typing import Any, Final
 import uvloop
 
 from app.connection import LINGER_S
-from loadtest.chaos import held
 from loadtest.observed_gateway import ObservedGateway
 from loadtest.processes import end_in_order
 from loadtest.report import facts, progress, write_json
@@ -206,7 +205,7 @@ class Torture:
     def _wait_for_rest(self) -> dict[str, Any]:
         engine, gate = self.engine, self.gate
         with contextlib.suppress(AssertionError):  # then it is told as left over
-            wait_until(lambda: not self._held(), "gauges at 0", within=REST_S)
+            wait_until(lambda: not gate.leftovers(), "gauges at 0", within=REST_S)
             wait_until(lambda: gate.get("/readyz").status_code == 200, "a ready engine", within=REST_S)
         end, last = time.monotonic() + LINGER_S + 3, None
         while True:  # the last of the clients, and our own looks, are closing
@@ -219,7 +218,7 @@ class Torture:
 
     def _snapshot(self) -> dict[str, Any]:
         counts = self.engine.counts()
-        gauges = self._held()
+        gauges = self.gate.leftovers()
         look = self.gate.look()
         objects = look["objects"]
         to_engine = objects["EngineConnection"]  # the scrape's comes and goes
@@ -230,9 +229,6 @@ class Torture:
             "objects": objects | {"EngineConnection": max(0, to_engine - 1)},
             "at_engine": {name: counts[name] for name in ("running", "queued")},
         }
-
-    def _held(self) -> dict[str, float]:
-        return held(self.gate.metrics()) | self.gate.leftovers()
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         for what in before:

@@ -36,6 +36,7 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 KEEPALIVE = b": keep-alive\n\n"
 ONE_LANE = [{"name": "all"}]  # for tests that count slots: no floors, no lending
+HELD = ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_house_requests", "tidegate_held_bytes")
 MARKS = 200  # ports that a process keeps for itself, the last ones that it was given
 
 _marks: deque[socket.socket] = deque()
@@ -365,10 +366,7 @@ class Gateway(Child):
         """Whatever the gauges still show; empty when nothing is in the house."""
         stats = self.stats()
         seen = {name: stats[name] for name in ("in_flight", "queue_depth")}
-        metrics = self.metrics()
-        for gauge in ("tidegate_in_flight", "tidegate_queue_depth"):
-            seen |= metrics.of(gauge)
-        seen |= {name: metrics.total(name) for name in ("tidegate_house_requests", "tidegate_held_bytes")}
+        seen |= self.metrics().held()
         seen |= {f"{name}: {key}": held for name, lane in stats["lanes"].items() for key, held in gauges(lane).items()}
         return {name: value for name, value in seen.items() if value}
 
@@ -406,6 +404,10 @@ class Metrics:
     def of(self, name: str) -> dict[str, float]:
         """All samples of that name, by their labels."""
         return {f"{name}{sorted(labels)}": value for (key, labels), value in self.samples.items() if key == name}
+
+    def held(self) -> dict[str, float]:
+        """What the gauges show that must be 0 when nobody is there."""
+        return {sample: value for gauge in HELD for sample, value in self.of(gauge).items() if value}
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over the samples that have these labels."""
